@@ -1,0 +1,69 @@
+"""Arithmetic on pytrees of arrays."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_nc.base import Array, Tree
+
+
+def add(a: Tree, b: Tree, scale: Array | float = 1.0) -> Tree:
+    """`a + scale * b`."""
+    return jax.tree.map(lambda u, v: u + scale * v, a, b)
+
+
+def sub(a: Tree, b: Tree) -> Tree:
+    return jax.tree.map(jnp.subtract, a, b)
+
+
+def scale(a: Tree, factor: Array | float) -> Tree:
+    return jax.tree.map(lambda u: factor * u, a)
+
+
+def zeros(a: Tree) -> Tree:
+    return jax.tree.map(jnp.zeros_like, a)
+
+
+def where(condition: Array, a: Tree, b: Tree) -> Tree:
+    """`a` where the scalar `condition` holds, else `b`."""
+    return jax.tree.map(lambda u, v: jnp.where(condition, u, v), a, b)
+
+
+def dot(a: Tree, b: Tree) -> Array:
+    """Inner product over all leaves, in float32."""
+    products = jax.tree.map(lambda u, v: jnp.vdot(u.astype(jnp.float32), v.astype(jnp.float32)), a, b)
+    return functools.reduce(operator.add, jax.tree.leaves(products), jnp.float32(0))
+
+
+def sqdist(a: Tree, b: Tree) -> Array:
+    """Squared Euclidean distance over all leaves, in float32."""
+    gap = sub(a, b)
+    return dot(gap, gap)
+
+
+def split(params: dict[str, Tree], parts: Sequence[str] | None) -> tuple[dict[str, Tree], dict[str, Tree]]:
+    """The named top-level entries, and the others. `None` names all."""
+    if parts is None:
+        return params, {}
+    unknown = sorted(set(parts) - set(params))
+    if unknown:
+        raise ValueError(f'no parameters are called {unknown}; there are {sorted(params)}')
+    return ({k: v for k, v in params.items() if k in parts}, {k: v for k, v in params.items() if k not in parts})
+
+
+def take(a: Tree, rows: Array) -> Tree:
+    """The given rows of every leaf; a row out of range is clipped to the last."""
+    return jax.tree.map(lambda u: jnp.take(u, rows, axis=0, mode='clip'), a)
+
+
+def put(a: Tree, rows: Array, values: Tree) -> Tree:
+    """Writes `values` into the given rows of every leaf; rows out of range are dropped."""
+    return jax.tree.map(lambda u, v: u.at[rows].set(v, mode='drop'), a, values)
+
+
+def lead(fn: Callable[[Array], Array], a: Tree) -> Tree:
+    """Applies a function of the leading axis, such as a reshape, to every leaf."""
+    return jax.tree.map(fn, a)
