@@ -1,7 +1,7 @@
 """The types that everything in the library is made of.
 
-Letters used in shapes: `P` examples in the pool, `K` clients, `N` rows of the longest client, `C` classes, `D` features,
-`B` examples in a batch, `M` clients in a cohort, `m` clients in a chunk of it.
+Letters used in shapes: `P` examples in the pool, `K` clients, `N` rows of the longest client, `C` classes, `D`
+features, `B` examples in a batch, `M` clients in a cohort, `m` clients in a chunk of it.
 """
 
 from collections.abc import Callable
@@ -118,12 +118,21 @@ class Aggregate(NamedTuple):
     clients: Array  # [] float32, clients of the cohort that hold any
 
 
+class Info(NamedTuple):
+    """What a person may look at after one client's local work; the next round does not need it."""
+
+    loss: Array  # [] float32, mean over the examples visited
+    steps: Array  # [] int32, optimizer steps taken
+    examples: Array  # [] int32, examples visited
+    slots: Array  # [] int32, batch rows computed for them, padding included
+
+
 class Algorithm(NamedTuple):
     """A federated algorithm. All but `aggregate` is written without a client axis."""
 
     init: Callable[[Array, FederatedData], Tree]  # (key, data) -> server
     init_client: Callable[[Array, Tree], Tree]  # (key, server) -> one client's first state, () if it keeps none
-    client: Callable[[Array, Tree, Tree, Shard], tuple[Tree, Tree, Tree]]
+    client: Callable[[Array, Tree, Tree, Shard], tuple[Tree, Tree, Info]]
     # (key, server, client, shard) -> (client, message, info): the whole local work of one client
     aggregate: Aggregator
     server: Callable[[Array, Tree, Aggregate], Tree]  # (key, server, aggregate) -> server

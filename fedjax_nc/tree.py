@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +62,3 @@ def take(a: Tree, rows: Array) -> Tree:
 def put(a: Tree, rows: Array, values: Tree) -> Tree:
     """Writes `values` into the given rows of every leaf; rows out of range are dropped."""
     return jax.tree.map(lambda u, v: u.at[rows].set(v, mode='drop'), a, values)
-
-
-def lead(fn: Callable[[Array], Array], a: Tree) -> Tree:
-    """Applies a function of the leading axis, such as a reshape, to every leaf."""
-    return jax.tree.map(fn, a)

@@ -1,0 +1,124 @@
+"""FedAvg, and what most other methods are made of.
+
+Communication-Efficient Learning of Deep Networks from Decentralized Data.
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas. AISTATS 2017. https://arxiv.org/abs/1602.05629
+
+Client k trains the model `theta` on its own examples and sends `delta_k = theta_k - theta`; the server moves by the
+mean of the deltas weighted by numbers of examples. With another server optimizer, which sees `-mean` as a gradient,
+it is FedOpt (Reddi et al., ICLR 2021. https://arxiv.org/abs/2003.00295).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from fedjax_nc import aggregators, tree
+from fedjax_nc.base import (
+    Aggregate,
+    Aggregator,
+    Algorithm,
+    Array,
+    Batch,
+    FederatedData,
+    Info,
+    Objective,
+    Shard,
+    Tree,
+    Variables,
+)
+from fedjax_nc.local import ClientOptimizer, Plan, local_sgd
+from fedjax_nc.objective import predict as logits
+
+Penalty = Callable[[Variables, Array, Batch, Any, Tree], Array]
+"""(variables, features, batch, server, client) -> scalar added to the local loss."""
+
+
+class Server(NamedTuple):
+    variables: Variables
+    opt: Tree
+    round: Array  # [] int32
+    extra: Any = ()  # whatever a method built on FedAvg must remember
+
+
+class Message(NamedTuple):
+    delta: Tree  # change of the trained parameters
+    stats: Tree  # running statistics at the end
+
+
+def algorithm(
+    objective: Objective,
+    client_opt: ClientOptimizer,
+    *,
+    plan: Plan = Plan(),  # noqa: B008
+    server_opt: optax.GradientTransformation | None = None,
+    aggregate: Aggregator = aggregators.mean,
+    aggregate_stats: Aggregator = aggregators.mean,
+    parts: Sequence[str] | None = None,
+    penalty: Penalty | None = None,
+    persist_momentum: bool = False,
+) -> Algorithm:
+    """Federated averaging.
+
+    Args:
+      objective: model, head and loss.
+      client_opt: from the round's number to a client's optimizer, such as `local.sgd(0.04)`.
+      plan: batch size and local epochs.
+      server_opt: optimizer that follows the pseudo-gradient `-mean(delta)`; by default SGD of rate 1, plain averaging.
+      aggregate: how deltas are joined.
+      aggregate_stats: how BatchNorm statistics are joined; or `aggregators.pooled_stats()`.
+      parts: names of the top-level parameters to train, such as `('body',)`; all by default. The others neither move
+        nor travel.
+      penalty: a term added to the local loss.
+      persist_momentum: whether a client's optimizer state outlives the round (as in the released code of FedETF). It
+        becomes client state.
+
+    Returns:
+      An `Algorithm` whose server state is a `Server`.
+    """
+    follow = server_opt or optax.sgd(1.0)
+
+    def init(key: Array, data: FederatedData) -> Server:
+        v = objective.init(key, data)
+        return Server(v, follow.init(tree.split(v.params, parts)[0]), jnp.int32(0))
+
+    def init_client(key: Array, server: Server) -> Tree:
+        if not persist_momentum:
+            return ()
+        return client_opt(server.round).init(tree.split(server.variables.params, parts)[0])
+
+    def client(key: Array, server: Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
+        v = server.variables
+        trained, kept = tree.split(v.params, parts)
+
+        def loss(params: Tree, stats: Tree, batch: Batch) -> tuple[Array, Tree]:
+            u = v._replace(params={**kept, **params}, stats=stats)
+            z, stats = objective.features(u, batch)
+            value = objective.loss(u, z, batch)
+            if penalty is not None:
+                value += penalty(u, z, batch, server, client)
+            return value, stats
+
+        start = client if persist_momentum else None
+        out = local_sgd(key, loss, trained, v.stats, client_opt(server.round), shard, plan, start)
+        message = Message(tree.sub(out.params, trained), out.stats)
+        return (out.opt_state if persist_momentum else client), message, out.info
+
+    def server(key: Array, server: Server, aggregate: Aggregate) -> Server:
+        v = server.variables
+        trained, kept = tree.split(v.params, parts)
+        gradient = tree.scale(aggregate.value['delta'], -1.0)
+        updates, opt = follow.update(gradient, server.opt, trained)
+        someone = aggregate.clients > 0
+        v = v._replace(
+            params={**kept, **tree.where(someone, optax.apply_updates(trained, updates), trained)},
+            stats=tree.where(someone, aggregate.value['stats'], v.stats),
+        )
+        return server._replace(variables=v, opt=tree.where(someone, opt, server.opt), round=server.round + 1)
+
+    def predict(server: Server, client: Tree | None, x: Array) -> Array:
+        return logits(objective, server.variables, x)
+
+    joined = aggregators.by_field(delta=aggregate, stats=aggregate_stats)
+    return Algorithm(init, init_client, client, joined, server, predict)

@@ -1,0 +1,174 @@
+"""FedETF: federated learning with a synthetic and fixed simplex-ETF classifier.
+
+No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with Synthetic and Fixed Classifier.
+Li, Shang, He, Lin, Wu. ICCV 2023. https://arxiv.org/abs/2303.10058
+
+Features `h = f(x)` are projected and normalised, `mu = normalize(h W + b)`, and compared with the columns of a frozen
+simplex ETF `V`: logits `beta V^T mu` with a learnable temperature beta. Clients minimise the balanced loss
+`-log softmax(beta V^T mu + gamma log n_k)_y`; extractor, projection and temperature are averaged as in FedAvg. After
+training each client makes the model its own: it adapts the extractor, then its classifier and projection in turns.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_nc import heads, losses
+from fedjax_nc.algorithms import fedavg, finetune
+from fedjax_nc.base import Algorithm, Array, Info, Model, Objective, Shard, Tree, Variables
+from fedjax_nc.local import ClientOptimizer, Plan, sgd, sweep
+from fedjax_nc.objective import objective
+
+
+def algorithm(
+    model: Model,
+    client_opt: ClientOptimizer,
+    *,
+    dim: int | None = None,
+    scale: float = 1.0,
+    gamma: Array | float = 1.0,
+    absent: str = 'floor',
+    base: Callable[..., Algorithm] = fedavg.algorithm,
+    **kwargs: Any,
+) -> Algorithm:
+    """The federated training of FedETF.
+
+    Args:
+      model: feature extractor.
+      client_opt: from the round's number to a client's optimizer; published: `local.sgd(0.04)` for CIFAR-10.
+      dim: dimension d >= C-1 of the ETF; C by default.
+      scale: first value of the temperature; published: 1 for ResNets, 10 for the small CNN.
+      gamma: exponent of the class counts in the loss; 0 turns the balancing off.
+      absent: what a class that a client lacks counts as; see `losses.balanced_softmax`. The paper writes 'mask', its
+        released code does 'floor'.
+      base: the algorithm that trains it: FedAvg, or another factory that takes an objective and an optimizer.
+      **kwargs: as for `base`.
+    """
+    balanced = functools.partial(losses.balanced_softmax, gamma=gamma, absent=absent)
+    return base(objective(model, heads.etf(dim, scale=scale), balanced), client_opt, **kwargs)
+
+
+def adapt_features(
+    model: Model,
+    client_opt: ClientOptimizer,
+    *,
+    plan: Plan = Plan(),  # noqa: B008
+    released: bool = False,
+) -> Algorithm:
+    """The first stage of personalisation: extractor and temperature are tuned on the client's own data.
+
+    Args:
+      model: feature extractor.
+      client_opt: optimizer of the federated training; its momentum starts anew.
+      plan: batch size and epochs.
+      released: as the authors' released code does it: the projection is tuned too, with the balanced loss.
+    """
+    loss = losses.balanced_softmax if released else losses.cross_entropy
+    task = objective(model, heads.etf(), loss)
+    return finetune.stage(task, adapting(task, client_opt, plan, released))
+
+
+def alternate(
+    model: Model,
+    *,
+    cycles: int = 20,
+    plan: Plan = Plan(epochs=3),  # noqa: B008
+    frame_opt: optax.GradientTransformation | None = None,
+    proj_opt: optax.GradientTransformation | None = None,
+    tune_scale: bool = True,
+) -> Algorithm:
+    """The second stage of personalisation: the client's classifier and its projection are tuned in turns.
+
+    The extractor is frozen in evaluation mode, so that features are computed once. The frame becomes the client's own
+    and is not normalised again. Both turns minimise the plain cross-entropy.
+
+    Args:
+      model: feature extractor.
+      cycles: how often both are tuned.
+      plan: batch size and epochs of one turn.
+      frame_opt: optimizer of the classifier; by default SGD of rate 0.1. Its state starts anew each turn.
+      proj_opt: optimizer of the projection; by default SGD of rate 0.05, momentum 0.9, weight decay 5e-4.
+      tune_scale: whether the temperature moves with either, as in the paper; the released code holds it.
+    """
+    task = objective(model, heads.etf(), losses.cross_entropy)
+    opts = (frame_opt or sgd(0.1, 0.0, 0.0)(jnp.int32(0)), proj_opt or sgd(0.05)(jnp.int32(0)))
+    return finetune.stage(task, alternating(task, cycles, plan, *opts, tune_scale))
+
+
+def personalize(
+    model: Model,
+    client_opt: ClientOptimizer,
+    *,
+    plan: Plan = Plan(),  # noqa: B008
+    released: bool = False,
+    **kwargs: Any,
+) -> Algorithm:
+    """Both stages of personalisation in one round: `adapt_features`, then `alternate(**kwargs)`."""
+    first = adapt_features(model, client_opt, plan=plan, released=released)
+    second = alternate(model, **kwargs)
+
+    def client(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, tuple, Info]:
+        k_first, k_second = jax.random.split(key)
+        mine, _, a = first.client(k_first, server, mine, shard)
+        mine, _, b = second.client(k_second, server, mine, shard)
+        return mine, (), Info(b.loss, a.steps + b.steps, a.examples + b.examples, a.slots + b.slots)
+
+    return second._replace(client=client)
+
+
+def adapting(task: Objective, client_opt: ClientOptimizer, plan: Plan, released: bool) -> finetune.Tune:
+    def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
+        head = mine.params['head']
+        moving = head if released else {'scale': head['scale']}
+
+        def put(part: Tree) -> Variables:
+            return mine._replace(params={'body': part['body'], 'head': {**head, **part['head']}})
+
+        trained = {'body': mine.params['body'], 'head': moving}
+        return finetune.fit(key, task, mine, trained, put, client_opt(server.round), shard, plan)
+
+    return tune
+
+
+def alternating(
+    task: Objective,
+    cycles: int,
+    plan: Plan,
+    frame_opt: optax.GradientTransformation,
+    proj_opt: optax.GradientTransformation,
+    tune_scale: bool,
+) -> finetune.Tune:
+    on_features = task._replace(features=lambda v, batch: (batch.x, v.stats))
+
+    def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
+        z = sweep(lambda batch: task.features(mine, batch)[0], shard, plan.batch_size)
+        cached = shard._replace(x=z, y=shard.y[shard.index], index=jnp.arange(len(z)))
+
+        def turn(key: Array, v: Variables, frame: bool, opt: optax.GradientTransformation) -> tuple[Variables, Info]:
+            head = v.params['head']
+            scale = {'scale': head['scale']} if tune_scale else {}
+            trained = (
+                {'fixed': v.fixed, 'head': scale} if frame else {'fixed': {}, 'head': {**scale, 'proj': head['proj']}}
+            )
+
+            def put(part: Tree) -> Variables:
+                params = {**v.params, 'head': {**head, **part['head']}}
+                return v._replace(params=params, fixed={**v.fixed, **part['fixed']})
+
+            return finetune.fit(key, on_features, v, trained, put, opt, cached, plan)
+
+        def cycle(i: Array, carry: tuple[Variables, Array]) -> tuple[Variables, Array]:
+            k_frame, k_proj = jax.random.split(jax.random.fold_in(key, i))
+            v, _ = turn(k_frame, carry[0], True, frame_opt)
+            v, info = turn(k_proj, v, False, proj_opt)
+            return v, info.loss
+
+        tuned, loss = jax.lax.fori_loop(0, cycles, cycle, (mine, jnp.float32(0)))
+        steps = 2 * cycles * plan.epochs * -(-shard.size // min(plan.batch_size, len(z)))
+        return tuned, Info(loss, steps, 2 * cycles * plan.epochs * shard.size, steps * min(plan.batch_size, len(z)))
+
+    return tune

@@ -1,0 +1,86 @@
+"""Fine-tuning: a stage that gives every client its own copy of the model and trains it on the client's own data.
+
+It is how a method without personal models is given them, by one more local update on every client (the "Personal."
+columns of FedETF, Li et al., ICCV 2023).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from fedjax_nc import aggregators, tree
+from fedjax_nc.algorithms import fedavg
+from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Info, Objective, Shard, Tree, Variables
+from fedjax_nc.local import ClientOptimizer, Plan, local_sgd
+from fedjax_nc.objective import predict as logits
+
+Tune = Callable[[Array, fedavg.Server, Variables, Shard], tuple[Variables, Info]]
+"""(key, server, a client's model, its data) -> (the tuned model, info)."""
+
+
+def algorithm(
+    objective: Objective,
+    client_opt: ClientOptimizer,
+    *,
+    plan: Plan = Plan(),  # noqa: B008
+    parts: Sequence[str] | None = None,
+) -> Algorithm:
+    """One round of it is `plan.epochs` local epochs on every client.
+
+    Args:
+      objective: model, head and loss, which may differ from those of training in the loss.
+      client_opt: from the round's number to a client's optimizer.
+      plan: batch size and epochs.
+      parts: names of the top-level parameters to train; all by default.
+    """
+
+    def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
+        trained, kept = tree.split(mine.params, parts)
+
+        def put(params: Tree) -> Variables:
+            return mine._replace(params={**kept, **params})
+
+        return fit(key, objective, mine, trained, put, client_opt(server.round), shard, plan)
+
+    return stage(objective, tune)
+
+
+def fit(
+    key: Array,
+    objective: Objective,
+    mine: Variables,
+    trained: Tree,
+    put: Callable[[Tree], Variables],
+    opt: Any,
+    shard: Shard,
+    plan: Plan,
+) -> tuple[Variables, Info]:
+    """Trains a part of one client's model: `put(trained)` is the whole model with that part in its place."""
+
+    def loss(part: Tree, stats: Tree, batch: Batch) -> tuple[Array, Tree]:
+        v = put(part)._replace(stats=stats)
+        z, stats = objective.features(v, batch)
+        return objective.loss(v, z, batch), stats
+
+    out = local_sgd(key, loss, trained, mine.stats, opt, shard, plan)
+    return put(out.params)._replace(stats=out.stats), out.info
+
+
+def stage(objective: Objective, tune: Tune) -> Algorithm:
+    """A stage in which clients tune their own Variables, send nothing, and the server stands still."""
+
+    def init(key: Array, data: FederatedData) -> fedavg.Server:
+        return fedavg.Server(objective.init(key, data), (), jnp.int32(0))
+
+    def client(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, tuple, Info]:
+        mine, info = tune(key, server, mine, shard)
+        return mine, (), info
+
+    def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
+        return server
+
+    def predict(server: fedavg.Server, client: Variables | None, x: Array) -> Array:
+        return logits(objective, server.variables if client is None else client, x)
+
+    return Algorithm(init, lambda key, server: server.variables, client, aggregators.nothing, server, predict)

@@ -1,0 +1,133 @@
+"""Heads: classifiers on features, each a pair of pure functions.
+
+What a head learns is in `params`, what it holds still is in `fixed`. A frozen head has no learnable leaf, so that no
+optimizer, average or weight decay of any algorithm can move it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_nc.base import Array, Head, Tree
+
+
+def normalize(z: Array, eps: float = 1e-6) -> Array:
+    """`z` divided by its Euclidean norm over the last axis, in float32; norms below `eps` count as `eps`.
+
+    The clamp inside the root keeps the gradient finite at zero.
+    """
+    z = z.astype(jnp.float32)
+    return z * jax.lax.rsqrt(jnp.maximum(jnp.sum(z * z, axis=-1, keepdims=True), eps**2))
+
+
+def simplex_etf(key: Array, dim: int, classes: int) -> Array:
+    """A random simplex equiangular tight frame: [dim, classes] float32.
+
+    Columns have unit length, add up to zero, and every two of them meet at cosine `-1 / (classes - 1)`. It is
+    `sqrt(C / (C-1)) Q H^T` with Haar-distributed orthonormal `Q [d, C-1]` and the Helmert basis `H [C, C-1]` of the
+    vectors that sum to zero, and so exists for every `dim >= classes - 1`.
+
+    Raises:
+      ValueError: if `classes < 2` or `dim < classes - 1`.
+    """
+    if classes < 2:
+        raise ValueError(f'a simplex ETF needs at least 2 classes, not {classes}')
+    if dim < classes - 1:
+        raise ValueError(
+            f'no simplex ETF of {classes} classes exists in {dim} dimensions: '
+            f'choose an ETF dimension of at least {classes - 1}'
+        )
+    q, r = jnp.linalg.qr(jax.random.normal(key, (dim, classes - 1), jnp.float32))
+    q = q * jnp.where(jnp.diag(r) < 0, -1.0, 1.0)
+    j = jnp.arange(1, classes, dtype=jnp.float32)
+    row = jnp.arange(classes, dtype=jnp.float32)[:, None]
+    helmert = jnp.where(row < j, 1.0, jnp.where(row == j, -j, 0.0)) / jnp.sqrt(j * (j + 1))
+    return jnp.sqrt(classes / (classes - 1)) * jnp.matmul(q, helmert.T, precision='highest')
+
+
+def dense_init(key: Array, inputs: int, outputs: int, bias: bool = True) -> dict[str, Array]:
+    """An affine layer with entries uniform in `+-1 / sqrt(inputs)`."""
+    bound = inputs**-0.5
+    kw, kb = jax.random.split(key)
+    layer = {'w': jax.random.uniform(kw, (inputs, outputs), jnp.float32, -bound, bound)}
+    if bias:
+        layer['b'] = jax.random.uniform(kb, (outputs,), jnp.float32, -bound, bound)
+    return layer
+
+
+def dense(params: Tree, z: Array) -> Array:
+    """`z W + b` in float32."""
+    out = jnp.matmul(z.astype(jnp.float32), params['w'])
+    return out + params['b'] if 'b' in params else out
+
+
+def linear(bias: bool = True) -> Head:
+    """The ordinary classifier: `params = {'w' [D, C], 'b' [C]}`."""
+    return Head(
+        init=lambda key, dim, classes: (dense_init(key, dim, classes, bias), {}),
+        logits=lambda params, fixed, z: dense(params, z),
+    )
+
+
+def cosine(scale: float = 1.0, learn_scale: bool = True) -> Head:
+    """Learnable class vectors compared by angle: `scale * cos(z, w_c)`.
+
+    `params = {'w' [D, C], 'scale' []}`; the scale is in `fixed` when it is not learned.
+    """
+
+    def init(key: Array, dim: int, classes: int) -> tuple[Tree, Tree]:
+        return with_scale(dense_init(key, dim, classes, bias=False), {}, scale, learn_scale)
+
+    def logits(params: Tree, fixed: Tree, z: Array) -> Array:
+        cosines = jnp.matmul(normalize(z), normalize(params['w'].T).T)
+        return {**fixed, **params}['scale'] * cosines
+
+    return Head(init, logits)
+
+
+def etf(
+    dim: int | None = None,
+    *,
+    scale: float = 1.0,
+    learn_scale: bool = True,
+    project: bool = True,
+    unit_features: bool = True,
+) -> Head:
+    """A fixed simplex ETF classifier: `scale * mu^T V` with `mu = normalize(z W + b)`.
+
+    The defaults are the head of FedETF (Li et al., ICCV 2023): a projection layer without non-linearity, features of
+    unit length and a learnable temperature. `project=False, unit_features=False, learn_scale=False` leaves the bare
+    frozen frame of FedAvg_ETF (arXiv 2303.16066).
+
+    `params` holds `proj` (`w [D, d]`, `b [d]`) and `scale []` where they are learned, `fixed` the frame `v [d, C]`.
+
+    Args:
+      dim: dimension d of the frame; by default the number of classes with a projection, D without.
+      scale: first value of the temperature, which multiplies the cosines.
+      learn_scale: whether the temperature is learned.
+      project: whether an affine layer maps features to the frame's space.
+      unit_features: whether features are normalised.
+
+    Raises:
+      ValueError: on `init`, if `d < C - 1`, or if `dim` is not the feature width and there is no projection.
+    """
+
+    def init(key: Array, width: int, classes: int) -> tuple[Tree, Tree]:
+        size = dim if dim is not None else classes if project else width
+        if not project and size != width:
+            raise ValueError(f'features have {width} dimensions and the ETF {size}: use project=True or dim=None')
+        kv, kp = jax.random.split(key)
+        fixed = {'v': simplex_etf(kv, size, classes)}
+        return with_scale({'proj': dense_init(kp, width, size)} if project else {}, fixed, scale, learn_scale)
+
+    def logits(params: Tree, fixed: Tree, z: Array) -> Array:
+        mu = dense(params['proj'], z) if project else z.astype(jnp.float32)
+        mu = normalize(mu) if unit_features else mu
+        return {**fixed, **params}['scale'] * jnp.matmul(mu, fixed['v'])
+
+    return Head(init, logits)
+
+
+def with_scale(params: Tree, fixed: Tree, scale: float, learn: bool) -> tuple[Tree, Tree]:
+    """Adds a temperature to what is learned or to what is fixed."""
+    value = {'scale': jnp.float32(scale)}
+    return ({**params, **value}, fixed) if learn else (params, {**fixed, **value})

@@ -1,0 +1,138 @@
+"""Local work of one client, written without a client axis.
+
+Loops run as often as this client's own size asks, so that `vmap` over clients costs as much as the longest of them and
+nothing needs to be compiled again when sizes change. They cannot be differentiated in reverse.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_nc.base import Array, Batch, Info, Shard, Tree
+
+ClientOptimizer = Callable[[Array], optax.GradientTransformation]
+"""From the round's number to an optimizer: its state starts anew each round, where a schedule would start anew too."""
+
+
+class Plan(NamedTuple):
+    """How much local work a client does. Both are part of the compiled shapes."""
+
+    batch_size: int = 128
+    epochs: int = 3
+
+
+class Trained(NamedTuple):
+    """What local training leaves behind."""
+
+    params: Tree
+    stats: Tree
+    opt_state: Tree
+    info: Info
+
+
+def sgd(
+    lr: Array | float, momentum: float = 0.9, weight_decay: float = 5e-4, decay: Array | float = 1.0
+) -> ClientOptimizer:
+    """SGD with heavy-ball momentum and L2 decay added to the gradient.
+
+    `g += weight_decay * theta; m = momentum * m + g; theta -= lr * decay**round * m`, as the published federated
+    experiments use it. `lr` and `decay` may be traced.
+    """
+
+    def at(round: Array) -> optax.GradientTransformation:
+        rate = lr * jnp.asarray(decay, jnp.float32) ** round
+        return optax.chain(
+            optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
+            optax.trace(momentum) if momentum else optax.identity(),
+            optax.scale_by_learning_rate(rate),
+        )
+
+    return at
+
+
+def shuffled(key: Array, shard: Shard, batch_size: int) -> Array:
+    """Rows of the pool in random order, the client's real ones first: [N rounded up to full batches] int32."""
+    n = shard.index.shape[0]
+    draw = jnp.where(jnp.arange(n) < shard.size, jax.random.uniform(key, (n,)), jnp.inf)
+    return full_batches(shard.index[jnp.argsort(draw)], batch_size)
+
+
+def full_batches(rows: Array, batch_size: int) -> Array:
+    """Pads `rows [N]` with its first entry to a multiple of the batch size."""
+    return jnp.concatenate([rows, jnp.broadcast_to(rows[:1], (-len(rows) % batch_size,))])
+
+
+def batch_at(step: Array, rows: Array, shard: Shard, batch_size: int, key: Array | None = None) -> Batch:
+    """The examples `step * batch_size + [0, batch_size)` of `rows`; those past the client's size are masked."""
+    start = step * batch_size
+    picked = jax.lax.dynamic_slice(rows, (start,), (batch_size,))
+    mask = start + jnp.arange(batch_size) < shard.size
+    return Batch(shard.x[picked], shard.y[picked], mask, shard.counts, key)
+
+
+def local_sgd(
+    key: Array,
+    loss: Callable[[Tree, Tree, Batch], tuple[Array, Tree]],
+    params: Tree,
+    stats: Tree,
+    opt: optax.GradientTransformation,
+    shard: Shard,
+    plan: Plan,
+    opt_state: Tree | None = None,
+) -> Trained:
+    """Trains `params` for `plan.epochs` passes over the client's examples, reshuffled for each pass.
+
+    The last batch of a pass may be partly padding: it is masked, and takes a step like the others. A client of size 0
+    takes none and gets back what it gave.
+
+    Args:
+      key: the client's key for this round.
+      loss: `(params, stats, batch) -> (scalar, new stats)`.
+      params: any tree; all of it is trained.
+      stats: running statistics, passed through `loss`.
+      opt: optimizer.
+      shard: the client's data.
+      plan: batch size and epochs.
+      opt_state: where the optimizer starts; by default `opt.init(params)`.
+    """
+    b = min(plan.batch_size, shard.index.shape[0])
+    steps = -(-shard.size // b)
+    gradient = jax.value_and_grad(loss, has_aux=True)
+
+    def epoch(e: Array, carry: Tree) -> Tree:
+        k_order, k_batch = jax.random.split(jax.random.fold_in(key, e))
+        rows = shuffled(k_order, shard, b)
+
+        def step(s: Array, carry: Tree) -> Tree:
+            params, stats, opt_state, total = carry
+            batch = batch_at(s, rows, shard, b, jax.random.fold_in(k_batch, s))
+            (value, stats), grads = gradient(params, stats, batch)
+            updates, opt_state = opt.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), stats, opt_state, total + value * jnp.sum(batch.mask)
+
+        return jax.lax.fori_loop(0, steps, step, carry)
+
+    start = (params, stats, opt.init(params) if opt_state is None else opt_state, jnp.float32(0))
+    params, stats, opt_state, total = jax.lax.fori_loop(0, plan.epochs, epoch, start)
+    examples = plan.epochs * shard.size
+    info = Info(total / jnp.maximum(examples, 1), plan.epochs * steps, examples, plan.epochs * steps * b)
+    return Trained(params, stats, opt_state, info)
+
+
+def sweep(fn: Callable[[Batch], Array], shard: Shard, batch_size: int) -> Array:
+    """`fn` of all the client's examples in index order, in evaluation mode: [N, ...], zero beyond its size."""
+    n = shard.index.shape[0]
+    b = min(batch_size, n)
+    rows = full_batches(shard.index, b)
+    out = jax.eval_shape(lambda: fn(batch_at(jnp.int32(0), rows, shard, b)))
+    filled = jnp.zeros((len(rows), *out.shape[1:]), out.dtype)
+
+    def step(s: Array, filled: Array) -> Array:
+        batch = batch_at(s, rows, shard, b)
+        value = jnp.where(jnp.expand_dims(batch.mask, range(1, out.ndim)), fn(batch), 0)
+        return jax.lax.dynamic_update_slice_in_dim(filled, value.astype(out.dtype), s * b, 0)
+
+    return jax.lax.fori_loop(0, -(-shard.size // b), step, filled)[:n]

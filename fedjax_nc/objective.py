@@ -1,0 +1,45 @@
+"""Model, head and loss joined into the one thing that algorithms see."""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_nc.base import Array, Batch, FederatedData, Head, Loss, Model, Objective, Tree, Variables
+
+
+def masked_mean(values: Array, mask: Array | None) -> Array:
+    """Mean of `values [B]` over the rows where `mask [B]` holds, in float32; 0 if there are none."""
+    if mask is None:
+        return jnp.mean(values, dtype=jnp.float32)
+    values = jnp.where(mask, values.astype(jnp.float32), 0.0)
+    return jnp.sum(values) / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+
+
+def objective(model: Model, head: Head, loss: Loss) -> Objective:
+    """The task of every client: `loss(head(model(x)), y)`.
+
+    `params` of its Variables has the entries 'body' and 'head', `fixed` is the head's.
+    """
+
+    def init(key: Array, data: FederatedData) -> Variables:
+        kb, kh = jax.random.split(key)
+        x = data.x[:1]
+        body, stats = model.init(kb, x)
+        z, _ = jax.eval_shape(lambda x: model.features(body, stats, x, None, None), x)
+        params, fixed = head.init(kh, z.shape[-1], data.num_classes)
+        return Variables({'body': body, 'head': params}, stats, fixed)
+
+    def features(v: Variables, batch: Batch) -> tuple[Array, Tree]:
+        return model.features(v.params['body'], v.stats, batch.x, batch.mask, batch.key)
+
+    def logits(v: Variables, z: Array) -> Array:
+        return head.logits(v.params['head'], v.fixed, z)
+
+    def batch_loss(v: Variables, z: Array, batch: Batch) -> Array:
+        return masked_mean(loss(logits(v, z), batch.y, batch.counts), batch.mask)
+
+    return Objective(init, features, logits, batch_loss)
+
+
+def predict(task: Objective, v: Variables, x: Array) -> Array:
+    """Logits [B, C] of `x [B, ...]` in evaluation mode."""
+    return task.logits(v, task.features(v, Batch(x))[0])

@@ -1,0 +1,71 @@
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_nc import aggregators, tree
+
+RNG = np.random.default_rng(0)
+ROWS = {'a': RNG.normal(size=(6, 3)).astype(np.float32), 'b': RNG.normal(size=(6,)).astype(np.float32)}
+WEIGHTS = np.array([3.0, 1.0, 0.0, 10.0, 2.0, 0.0], np.float32)
+
+
+def fold(aggregator, rows, weights, lanes):
+    """What the engine does: chunk by chunk, partials added."""
+    total = None
+    for at in range(0, len(weights), lanes):
+        chunk = {k: v[at : at + lanes] for k, v in rows.items()} if isinstance(rows, dict) else rows
+        part = aggregator.partial(chunk, weights[at : at + lanes], jnp.arange(at, at + lanes), len(weights))
+        total = part if total is None else tree.add(total, part)
+    return aggregator.finish(total)
+
+
+@pytest.mark.parametrize('lanes', [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ('aggregator', 'oracle'),
+    [
+        (aggregators.mean, lambda u: np.average(u, axis=0, weights=WEIGHTS)),
+        (aggregators.uniform, lambda u: u[WEIGHTS > 0].mean(0)),
+        (aggregators.stacked(aggregators.coordinate_median), lambda u: np.median(u[WEIGHTS > 0], axis=0)),
+    ],
+)
+def test_folded_over_any_chunks(aggregator, oracle, lanes):
+    got = fold(aggregator, ROWS, WEIGHTS, lanes)
+    for name, u in ROWS.items():
+        np.testing.assert_allclose(got[name], oracle(u), rtol=1e-5, atol=1e-6)
+
+
+def test_median_of_an_odd_number_is_a_row_and_rows_of_nobody_do_not_count():
+    weights = np.array([1, 1, 1, 0, 0, 0], np.float32)
+    got = fold(aggregators.stacked(aggregators.coordinate_median), ROWS, weights, 2)
+    np.testing.assert_allclose(got['a'], np.median(ROWS['a'][:3], axis=0))
+
+
+@pytest.mark.parametrize('aggregator', [aggregators.mean, aggregators.uniform])
+def test_nobody_aggregates_to_zero_not_nan(aggregator):
+    got = fold(aggregator, ROWS, np.zeros(6, np.float32), 3)
+    np.testing.assert_array_equal(got['a'], 0)
+
+
+def test_pooled_stats_are_those_of_the_pooled_examples():
+    sizes = np.array([4, 9, 30])
+    groups = [RNG.normal(loc=i, scale=1 + i, size=(n, 2)) for i, n in enumerate(sizes)]
+    rows = {'layer': {'mean': np.stack([g.mean(0) for g in groups]).astype(np.float32),
+                      'var': np.stack([g.var(0) for g in groups]).astype(np.float32)}}  # fmt: skip
+    pooled = aggregators.pooled_stats()
+    got = pooled.finish(pooled.partial(rows, sizes.astype(np.float32), jnp.arange(3), 3))['layer']
+    everything = np.concatenate(groups)
+    np.testing.assert_allclose(got['mean'], everything.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(got['var'], everything.var(0), rtol=1e-4)
+
+
+def test_fields_have_their_own_weights():
+    class Message(NamedTuple):
+        delta: dict
+        vote: dict
+
+    joined = aggregators.by_field(delta=aggregators.mean, vote=aggregators.uniform)
+    got = joined.finish(joined.partial(Message(ROWS, ROWS), WEIGHTS, jnp.arange(6), 6))
+    np.testing.assert_allclose(got['delta']['b'], np.average(ROWS['b'], weights=WEIGHTS), rtol=1e-5)
+    np.testing.assert_allclose(got['vote']['b'], ROWS['b'][WEIGHTS > 0].mean(), rtol=1e-5)

@@ -1,0 +1,128 @@
+"""What every algorithm and stage must do, whatever it is: add yours to the list."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+from fedjax_nc import heads, losses, simulate
+from fedjax_nc.algorithms import fedavg, fedetf, fedprox, finetune
+from fedjax_nc.objective import objective
+
+noisy = objective(toys.noisy, heads.linear(), losses.cross_entropy)
+ALGORITHMS = {
+    'fedavg': fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN),
+    'fedavg, noise and statistics': fedavg.algorithm(noisy, toys.opt, plan=toys.PLAN),
+    'fedavg, momentum kept': fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True),
+    'fedavg, body only': fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, parts=('body',)),
+    'fedprox': fedprox.algorithm(toys.task, toys.opt, mu=0.1, plan=toys.PLAN),
+    'fedetf': fedetf.algorithm(toys.tiny, toys.opt, plan=toys.PLAN),
+    'fedprox + etf': fedetf.algorithm(toys.tiny, toys.opt, plan=toys.PLAN, base=fedprox.algorithm, mu=0.1),
+    'finetune': finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN),
+    'fedetf personal': fedetf.personalize(toys.tiny, toys.opt, plan=toys.PLAN, cycles=2),
+}
+
+
+@pytest.fixture(params=ALGORITHMS, scope='module')
+def algorithm(request):
+    return ALGORITHMS[request.param]
+
+
+def start(algorithm, data):
+    if algorithm is ALGORITHMS['fedetf personal']:  # a stage takes over from training
+        trained = simulate.init(ALGORITHMS['fedetf'], toys.KEY, data)
+        return simulate.join(algorithm, toys.KEY, trained.server, data.num_clients)
+    return simulate.init(algorithm, toys.KEY, data)
+
+
+COHORT = jnp.array([4, 1, 0, 6, 3])  # an odd number, so that chunks of two are filled up by nobody
+ABSENT = np.array([2, 5, 7])
+KEYS = jax.vmap(lambda t: jax.random.fold_in(toys.KEY, t))(jnp.arange(2))
+
+
+class Play:
+    """A compiled round that counts its traces, and what two rounds of it made."""
+
+    def __init__(self, algorithm, data, chunk):
+        self.traces = 0
+        inner = simulate.make_round(algorithm, chunk=chunk)
+
+        def counted(*args):
+            self.traces += 1
+            return inner(*args)
+
+        self.round = jax.jit(counted)
+        self.before = start(algorithm, data)
+        self.state, self.report = self(data)
+
+    def __call__(self, data, ids=COHORT):
+        state = self.before
+        for key in KEYS:
+            state, report = self.round(key, state, data, ids)
+        return state, report
+
+
+@pytest.fixture(scope='module')
+def play(algorithm, data):
+    return Play(algorithm, data, chunk=2)
+
+
+def test_one_trace_and_the_same_structure_round_after_round(play):
+    assert play.traces == 1
+    chex.assert_trees_all_equal_shapes_and_dtypes(play.before, play.state)
+    assert jax.tree.structure(play.before) == jax.tree.structure(play.state)
+
+
+@pytest.mark.parametrize('chunk', [1, 5])
+def test_chunks_change_nothing(algorithm, data, play, chunk):
+    other = Play(algorithm, data, chunk)
+    toys.same(other.state, play.state, atol=5e-5)
+    np.testing.assert_allclose(other.report.loss, play.report.loss, atol=1e-5)
+
+
+def test_junk_in_the_padding_changes_nothing(data, play):
+    n = jnp.arange(data.index.shape[1])
+    junk = (jnp.arange(data.num_clients)[:, None] * 31 + n * 17) % len(data.y)
+    dirty = data._replace(index=jnp.where(n < data.size[:, None], data.index, junk))
+    assert (dirty.index != data.index).any()
+    toys.same(play(dirty)[0], play.state)
+
+
+def test_everything_stays_finite(play):
+    chex.assert_tree_all_finite((play.state, play.report.info))
+    assert bool(play.report.finite)
+
+
+def test_the_absent_keep_their_state_bit_for_bit(play):
+    toys.same(*(jax.tree.map(lambda u: u[ABSENT], s.clients) for s in (play.before, play.state)))
+    assert sorted(np.asarray(play.report.ids)) == [0, 1, 3, 4, 6, 8]  # 8 is nobody
+
+
+def test_randomness_does_not_depend_on_who_else_takes_part(data, play):
+    """Client 6 does the same in other company and another lane."""
+    for ids in (jnp.array([6, 2, 5, 7, 1]), jnp.array([5, 4, 3, 0, 6])):
+        first, other = (play.round(toys.KEY, play.before, data, cohort)[1] for cohort in (COHORT, ids))
+        losses = [float(r.info.loss[np.flatnonzero(np.asarray(r.ids) == 6)[0]]) for r in (first, other)]
+        np.testing.assert_allclose(*losses, atol=1e-6)
+
+
+def test_several_rounds_in_one_call_are_the_same_rounds(algorithm, data, play):
+    inner = simulate.make_round(algorithm, chunk=2)
+    together = jax.jit(simulate.several(lambda key, state, data: inner(key, state, data, COHORT)))
+    state, reports = together(KEYS, play.before, data)
+    toys.same(state, play.state, atol=2e-5)
+    assert reports.loss.shape == (2,)
+
+
+def test_a_round_of_nobody_moves_no_parameter(data, play):
+    none = data._replace(size=jnp.zeros_like(data.size), counts=jnp.zeros_like(data.counts))
+    after, _ = play(none)
+    toys.same(play.before.server.variables, after.server.variables)
+    chex.assert_tree_all_finite(after)
+
+
+def test_predicts_logits_of_every_class_and_fixed_parts_never_move(algorithm, data, play):
+    assert algorithm.predict(play.state.server, None, data.x[:3]).shape == (3, toys.CLASSES)
+    toys.same(play.before.server.variables.fixed, play.state.server.variables.fixed)

@@ -1,0 +1,117 @@
+"""Local training against a plain Python loop over the client's real examples."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+from fedjax_nc import local
+from fedjax_nc.base import Batch
+
+
+def loss(params, stats, batch):
+    v = params
+    z, stats = toys.task.features(v, batch)
+    return toys.task.loss(v, z, batch), stats
+
+
+@pytest.fixture(scope='module')
+def start(data):
+    return toys.task.init(toys.KEY, data)
+
+
+def train(key, variables, shard, plan=toys.PLAN, opt=None):
+    def inner(params, stats, batch):
+        return loss(variables._replace(params=params), stats, batch)
+
+    return local.local_sgd(key, inner, variables.params, (), opt or toys.opt(0), shard, plan)
+
+
+def by_hand(key, variables, data, k, plan):
+    """A Python loop that never sees padding: slices the real rows in the same order."""
+    shard, n = data.shard(k), int(data.size[k])
+    params, opt = variables.params, toys.opt(0)
+    state = opt.init(params)
+    for e in range(plan.epochs):
+        order = np.asarray(local.shuffled(jax.random.split(jax.random.fold_in(key, e))[0], shard, 1))[:n]
+        assert sorted(order) == sorted(np.asarray(shard.index)[:n])
+        for at in range(0, n, plan.batch_size):
+            rows = order[at : at + plan.batch_size]
+            batch = Batch(data.x[rows], data.y[rows], None, shard.counts)
+            grads = jax.grad(lambda p, batch=batch: loss(variables._replace(params=p), (), batch)[0])(params)
+            updates, state = opt.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize('k', [0, 1, 3, 5])
+def test_equals_a_loop_over_real_examples(data, start, k):
+    got = jax.jit(train)(toys.KEY, start, data.shard(k))
+    toys.same(got.params, by_hand(toys.KEY, start, data, k, toys.PLAN), atol=1e-6)
+    n, b = int(data.size[k]), toys.PLAN.batch_size
+    steps = 2 * -(-n // b)
+    assert (int(got.info.steps), int(got.info.examples), int(got.info.slots)) == (steps, 2 * n, steps * b)
+
+
+def test_vmapped_clients_of_different_length_equal_single_ones(data, start):
+    ids = jnp.arange(8)
+    together = jax.jit(jax.vmap(lambda i: train(jax.random.fold_in(toys.KEY, i), start, data.shard(i))))(ids)
+    for i in range(8):
+        alone = train(jax.random.fold_in(toys.KEY, i), start, data.shard(i))
+        toys.same(jax.tree.map(lambda u, i=i: u[i], together), alone, atol=1e-6)
+
+
+def test_padding_never_changes_a_result(start):
+    sizes = [20, 3, 17]
+    plain, padded = toys.ragged(sizes), toys.ragged(sizes, padding=44)
+    assert padded.index.shape[1] == plain.index.shape[1] + 44
+    for k in range(3):
+        # A batch no longer than the largest client, so that only the table's padding differs.
+        plan = local.Plan(16, 3)
+        toys.same(train(toys.KEY, start, plain.shard(k), plan), train(toys.KEY, start, padded.shard(k), plan))
+
+
+def test_nobody_takes_no_step(data, start):
+    out = train(toys.KEY, start, data.shard(data.num_clients))
+    toys.same(out.params, start.params)
+    assert int(out.info.steps) == 0
+    assert float(out.info.loss) == 0
+
+
+def test_loss_is_the_mean_over_examples_visited(data, start):
+    """With a rate of 0 it is the loss of the model itself, whatever the padding of the last batch."""
+    still = local.sgd(0.0)(0)
+    out = train(toys.KEY, start, data.shard(3), opt=still)
+    rows = data.index[3, :33]
+    want = loss(start, (), Batch(data.x[rows], data.y[rows]))[0]
+    np.testing.assert_allclose(out.info.loss, want, rtol=1e-5)
+
+
+def test_sgd_is_heavy_ball_with_coupled_decay():
+    theta, m = np.array([1.0, -2.0]), np.zeros(2)
+    opt = local.sgd(0.1, momentum=0.9, weight_decay=0.01, decay=0.5)(jnp.int32(3))
+    params, state = jnp.asarray(theta, jnp.float32), None
+    state = opt.init(params)
+    for g in np.array([[0.3, 0.1], [-0.2, 0.4], [0.5, 0.5]]):
+        m = 0.9 * m + g + 0.01 * theta
+        theta = theta - 0.1 * 0.5**3 * m
+        updates, state = opt.update(jnp.asarray(g, jnp.float32), state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params, theta, rtol=1e-5)
+
+
+def test_sweep_keeps_index_order_and_zeroes_padding(data):
+    shard = data.shard(3)
+    out = jax.jit(lambda s: local.sweep(lambda batch: 2 * batch.x, s, 8))(shard)
+    assert out.shape == (data.index.shape[1], toys.DIM)
+    np.testing.assert_array_equal(out[:33], 2 * data.x[shard.index[:33]])
+    np.testing.assert_array_equal(out[33:], 0)
+
+
+def test_sizes_do_not_recompile(data, start):
+    fn = jax.jit(chex.assert_max_traces(lambda k: train(toys.KEY, start, data.shard(k)), n=1))
+    for k in range(9):
+        fn(k)

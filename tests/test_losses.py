@@ -1,0 +1,78 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_nc import losses
+
+LOGITS = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32) * 3
+LABELS = np.array([0, 1, 2, 3, 0, 1, 1])
+COUNTS = np.array([5, 2, 0, 9])
+
+
+def log_softmax(a):
+    a = a - a.max(1, keepdims=True)
+    return a - np.log(np.exp(a).sum(1, keepdims=True))
+
+
+def test_cross_entropy_is_minus_log_softmax():
+    want = -log_softmax(LOGITS)[np.arange(7), LABELS]
+    np.testing.assert_allclose(losses.cross_entropy(LOGITS, LABELS), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize('gamma', [0.5, 1.0, 2.0])
+def test_balanced_softmax_weights_the_denominator_by_counts(gamma):
+    floored = np.maximum(COUNTS, 1).astype(np.float64) ** gamma
+    e = np.exp(LOGITS.astype(np.float64)) * floored
+    want = -np.log((e / e.sum(1, keepdims=True))[np.arange(7), LABELS])
+    got = losses.balanced_softmax(LOGITS, LABELS, COUNTS, gamma=gamma)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_masked_class_leaves_the_denominator():
+    present = COUNTS > 0
+    rows = present[LABELS]
+    e = np.exp(LOGITS.astype(np.float64)) * COUNTS
+    want = -np.log((e / e.sum(1, keepdims=True))[np.arange(7), LABELS][rows])
+    got = losses.balanced_softmax(LOGITS, LABELS, COUNTS, absent='mask')[rows]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize('absent', ['floor', 'mask'])
+def test_gamma_zero_and_equal_counts_are_cross_entropy(absent):
+    plain = losses.cross_entropy(LOGITS, LABELS)
+    np.testing.assert_allclose(losses.balanced_softmax(LOGITS, LABELS, COUNTS, gamma=0.0, absent=absent), plain, 1e-6)
+    even = np.full(4, 17)
+    np.testing.assert_allclose(losses.balanced_softmax(LOGITS, LABELS, even, absent=absent), plain, rtol=1e-4)
+
+
+def test_gradient_at_zero_logits_is_the_prior():
+    """At beta = 0 the softmax is n^gamma / sum n^gamma (floored at 1), and the gradient is that minus the one-hot."""
+    g = jax.grad(lambda z: losses.balanced_softmax(z, LABELS[:1], COUNTS, gamma=1.0).sum())(jnp.zeros((1, 4)))
+    q = np.maximum(COUNTS, 1) / np.maximum(COUNTS, 1).sum()
+    np.testing.assert_allclose(g[0], q - np.eye(4)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize('absent', ['floor', 'mask'])
+def test_one_class_client_has_finite_loss_and_gradient(absent):
+    counts = np.array([0, 30, 0, 0])
+    value, g = jax.value_and_grad(
+        lambda z: losses.balanced_softmax(z, np.array([1]), counts, absent=absent).sum()
+    )(jnp.asarray(LOGITS[:1]))
+    assert np.isfinite(value)
+    assert np.isfinite(g).all()
+
+
+def test_half_precision_logits_are_summed_in_float32():
+    out = losses.balanced_softmax(jnp.asarray(LOGITS, jnp.bfloat16), LABELS, COUNTS)
+    assert out.dtype == jnp.float32
+
+
+def test_dot_regression_sees_the_true_class_only():
+    got = losses.dot_regression(LOGITS, LABELS, target=0.5)
+    np.testing.assert_allclose(got, 0.5 * (LOGITS[np.arange(7), LABELS] - 0.5) ** 2, rtol=1e-6)
+
+
+def test_unknown_treatment_of_absent_classes_is_refused():
+    with pytest.raises(ValueError, match='floor'):
+        losses.balanced_softmax(LOGITS, LABELS, COUNTS, absent='zero')

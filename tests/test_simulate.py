@@ -1,0 +1,82 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+from fedjax_nc import simulate
+from fedjax_nc.algorithms import fedavg
+
+algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+
+
+def test_cohorts_are_drawn_uniformly_without_replacement():
+    keys = jax.random.split(toys.KEY, 3000)
+    drawn = np.asarray(jax.vmap(lambda k: simulate.choose(k, 8, 3))(keys))
+    assert all(len(set(row)) == 3 for row in drawn)
+    np.testing.assert_allclose(np.bincount(drawn.ravel(), minlength=8) / drawn.size, 1 / 8, atol=0.01)
+
+
+def test_impossible_cohorts_and_chunks_are_refused(data):
+    state = simulate.init(algorithm, toys.KEY, data)
+    with pytest.raises(ValueError, match='cohort of 9 cannot be drawn from 8'):
+        simulate.make_round(algorithm, cohort=9)(toys.KEY, state, data)
+    with pytest.raises(ValueError, match='cohort must be at least 1'):
+        simulate.make_round(algorithm, cohort=0)
+    with pytest.raises(ValueError, match='chunk must be at least 1'):
+        simulate.make_round(algorithm, chunk=0)
+
+
+@pytest.mark.parametrize('chunk', [1, 3, 8])
+def test_padded_work_is_what_the_lanes_compute_beyond_the_examples(data, chunk):
+    state = simulate.init(algorithm, toys.KEY, data)
+    report = simulate.make_round(algorithm, chunk=chunk)(toys.KEY, state, data)[1]
+    sizes = sorted(map(int, data.size), reverse=True)
+    steps = [2 * -(-n // 16) for n in sizes]
+    paid = sum(16 * chunk * steps[at] for at in range(0, 8, chunk))
+    np.testing.assert_allclose(report.padded_work, 1 - 2 * sum(sizes) / paid, rtol=1e-5)
+
+
+def test_sorting_by_size_saves_work():
+    """Alternating small and large clients: chunks of four waste little because like sizes are put together."""
+    data = toys.ragged([160, 16] * 8)
+    state = simulate.init(algorithm, toys.KEY, data)
+    assert float(simulate.make_round(algorithm, chunk=4)(toys.KEY, state, data)[1].padded_work) < 0.01
+
+
+def test_a_nan_is_reported(data):
+    state = simulate.init(algorithm, toys.KEY, data)
+    bad = data._replace(x=data.x.at[data.index[0, 0]].set(jnp.nan))
+    report = simulate.make_round(algorithm)(toys.KEY, state, bad)[1]
+    assert not bool(report.finite)
+
+
+def test_new_sizes_and_cohorts_do_not_recompile(data):
+    run = jax.jit(simulate.make_round(algorithm, cohort=4, chunk=2))
+    state = simulate.init(algorithm, toys.KEY, data)
+    for t, sizes in enumerate(([100, 7, 60, 33, 200, 1, 50, 149], [10] * 8, [1, 1, 1, 1, 1, 1, 1, 200])):
+        state, _ = run(jax.random.fold_in(toys.KEY, t), state, data._replace(size=jnp.asarray(sizes, jnp.int32)))
+    assert run._cache_size() == 1
+
+
+def test_key_decides_everything(data):
+    run = jax.jit(simulate.make_round(algorithm, cohort=4))
+    state = simulate.init(algorithm, toys.KEY, data)
+    first, again, other = (run(jax.random.key(s), state, data)[0] for s in (1, 1, 2))
+    toys.same(first, again)
+    w = [np.asarray(s.server.variables.params['head']['w']) for s in (first, other)]
+    assert np.abs(w[0] - w[1]).max() > 1e-4
+
+
+def test_messages_are_folded_not_stacked(data):
+    """Temporary memory of a round does not grow with the cohort, only with the chunk."""
+
+    def temporary(clients, chunk):
+        wide = toys.ragged([16] * clients)
+        state = simulate.init(algorithm, toys.KEY, wide)
+        run = jax.jit(simulate.make_round(algorithm, chunk=chunk))
+        return run.lower(toys.KEY, state, wide).compile().memory_analysis().temp_size_in_bytes
+
+    few, many, stacked = temporary(8, 2), temporary(64, 2), temporary(64, 64)
+    assert many < 1.5 * few
+    assert stacked > 3 * many
