@@ -76,7 +76,7 @@ def alternate(
     model: Model,
     *,
     cycles: int = 20,
-    plan: Plan = Plan(epochs=3),  # noqa: B008
+    turn: Plan = Plan(epochs=3),  # noqa: B008
     frame_opt: optax.GradientTransformation | None = None,
     proj_opt: optax.GradientTransformation | None = None,
     tune_scale: bool = True,
@@ -89,14 +89,14 @@ def alternate(
     Args:
       model: feature extractor.
       cycles: how often both are tuned.
-      plan: batch size and epochs of one turn.
+      turn: batch size and epochs of one turn.
       frame_opt: optimizer of the classifier; by default SGD of rate 0.1. Its state starts anew each turn.
       proj_opt: optimizer of the projection; by default SGD of rate 0.05, momentum 0.9, weight decay 5e-4.
       tune_scale: whether the temperature moves with either, as in the paper; the released code holds it.
     """
     task = objective(model, heads.etf(), losses.cross_entropy)
     opts = (frame_opt or sgd(0.1, 0.0, 0.0)(jnp.int32(0)), proj_opt or sgd(0.05)(jnp.int32(0)))
-    return finetune.stage(task, alternating(task, cycles, plan, *opts, tune_scale))
+    return finetune.stage(task, alternating(task, cycles, turn, *opts, tune_scale))
 
 
 def personalize(

@@ -112,9 +112,7 @@ def _rows(client: int, part: NDArray, pool: int, allow_empty: bool) -> NDArray:
             raise ValueError(f'client {client} is empty; raise the minimum size of the partition, or `allow_empty`.')
         return np.zeros(0, np.int32)
     if part.ndim != 1 or not np.issubdtype(part.dtype, np.integer):
-        raise ValueError(
-            f'client {client} needs a vector of integer rows; got shape {part.shape}, dtype {part.dtype}.'
-        )
+        raise ValueError(f'client {client} needs a vector of integer rows; got shape {part.shape}, dtype {part.dtype}.')
     if part.min() < 0 or part.max() >= pool:
         raise ValueError(f'client {client} has rows from {part.min()} to {part.max()}; the pool has {pool}.')
     return part

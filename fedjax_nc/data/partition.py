@@ -94,7 +94,7 @@ def dirichlet_multiclass(
         for c, rows in enumerate(_shuffled_classes(rng, labels)):
             sizes = _capped_sizes(rng, alpha, len(rows), held, len(labels))
             if c >= 2:
-                for m, poor in enumerate(np.flatnonzero(classes <= 1), start=1):
+                for m, poor in enumerate(np.flatnonzero(classes <= 1).tolist(), start=1):
                     sizes[[poor, clients - m]] = sizes[[clients - m, poor]]
             owner[rows] = np.repeat(np.arange(clients), sizes)
             held += sizes
@@ -170,11 +170,7 @@ def shards(labels: ArrayLike, clients: int, classes_per_client: int, *, seed: in
 
 
 def iid(labels: ArrayLike, clients: int, *, seed: int) -> Parts:
-    """Deals shuffled examples to K clients whose sizes differ by one at most; of the labels only the number matters.
-
-    Raises:
-        ValueError: if there are fewer examples than clients.
-    """
+    """Deals shuffled examples to K clients, not more than there are examples; their sizes differ by one at most."""
     labels = _checked(labels, clients, 1)
     return np.array_split(np.random.default_rng(seed).permutation(len(labels)), clients)
 
@@ -182,14 +178,7 @@ def iid(labels: ArrayLike, clients: int, *, seed: int) -> Parts:
 def natural(ids: Iterable[Hashable]) -> Parts:
     """One client per distinct id: the writer, user or hospital that an example came from.
 
-    Args:
-        ids: [P] hashable values, one an example.
-
-    Returns:
-        One array of rows per id, ids in order of first appearance, rows in the order given.
-
-    Raises:
-        ValueError: if there are no ids.
+    Takes [P] hashable values, at least one, and returns an array of rows per distinct value, in order of appearance.
     """
     rows: dict[Hashable, list[int]] = {}
     for row, client in enumerate(ids.tolist() if hasattr(ids, 'tolist') else ids):

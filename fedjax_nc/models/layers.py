@@ -1,174 +1,18 @@
-"""Layers that stay fast when every client has its own weights.
-
-With weights of its own for each client a vmapped convolution becomes a grouped one, and inside a loop body XLA's CPU
-backend computes the gradients of any convolution in a slow layout (jax issues 12868 and 13800). The convolutions below
-differ only in how they are computed; each fits `flax.linen.Conv(conv_general_dilated=...)`.
-"""
+"""Layers of the models, initialised as PyTorch does."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from fedjax_nc.base import Array
-
-Conv = Callable[..., Array]
-"""What `flax.linen.Conv` accepts as `conv_general_dilated`."""
-Pads = tuple[tuple[int, int], tuple[int, int]]
-Strides = tuple[int, int]
-
-_LAYOUT = ('NHWC', 'HWIO', 'NHWC')
-# Both kinds of matrix product stay with YNNPACK; single convolutions go back to XLA's own code, twice as fast here.
-_YNN = {
-    'xla_cpu_experimental_ynn_fusion_type': 'LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'
-}
-
-
-def conv_native(
-    lhs: Array,
-    rhs: Array,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    **options: Any,
-) -> Array:
-    """XLA's convolution; `options` are those of `lax.conv_general_dilated`. Fastest outside loops and vmap."""
-    return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **options)
-
-
-def conv_patches(
-    lhs: Array,
-    rhs: Array,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    **options: Any,
-) -> Array:
-    """Convolution as one matrix product on shifted slices; a batched product under `vmap`.
-
-    Args:
-        lhs: images [B, H, W, I].
-        rhs: kernel [h, w, I, O].
-        window_strides: two strides.
-        padding: 'SAME', 'VALID' or two pairs.
-        **options: as flax passes them; `precision` is used.
-
-    Raises:
-        ValueError: for dilation, groups or another layout.
-    """
-    strides, pads = _geometry(lhs, rhs, window_strides, padding, options)
-    return _matmul(_patches(lhs, rhs.shape[:2], strides, pads), rhs, options.get('precision'))
-
-
-def conv_loops(
-    lhs: Array,
-    rhs: Array,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    **options: Any,
-) -> Array:
-    """Convolution whose two gradients are convolutions in the layout that XLA's CPU backend runs fast, in loops too.
-
-    Arguments and errors are those of `conv_patches`. Differentiable in reverse mode only, once.
-    """
-    strides, pads = _geometry(lhs, rhs, window_strides, padding, options)
-    if rhs.shape[:2] == (1, 1):
-        return _matmul(_patches(lhs, (1, 1), strides, pads), rhs, options.get('precision'))
-    return _conv(lhs, rhs, strides, pads, options.get('precision'))
-
-
-def _geometry(lhs: Array, rhs: Array, strides: Sequence[int], padding: Any, options: dict) -> tuple[Strides, Pads]:
-    """Checks what the hand-written forms cannot do; returns strides and explicit padding."""
-    if lhs.ndim != 4 or rhs.ndim != 4:
-        raise ValueError(f'expected images [B, H, W, I] and a kernel [h, w, I, O], got {lhs.shape} and {rhs.shape}')
-    layout = lax.conv_dimension_numbers(lhs.shape, rhs.shape, options.get('dimension_numbers'))
-    if layout != lax.conv_dimension_numbers(lhs.shape, rhs.shape, _LAYOUT):
-        raise ValueError(f'this convolution needs dimension_numbers={_LAYOUT}; use conv_native for other layouts')
-    for name in ('lhs_dilation', 'rhs_dilation'):
-        if any(d != 1 for d in options.get(name) or ()):
-            raise ValueError(f'this convolution has no {name}; use conv_native')
-    if options.get('feature_group_count', 1) != 1 or options.get('batch_group_count', 1) != 1:
-        raise ValueError('this convolution has no groups; use conv_native')
-    if lhs.shape[3] != rhs.shape[2]:
-        raise ValueError(f'the images have {lhs.shape[3]} channels, the kernel expects {rhs.shape[2]}')
-    if isinstance(padding, str):
-        padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], strides, padding)
-    (top, bottom), (left, right) = padding
-    height, width = lhs.shape[1] + top + bottom, lhs.shape[2] + left + right
-    if height < rhs.shape[0] or width < rhs.shape[1]:
-        raise ValueError(f'a padded image of {height}x{width} is smaller than the kernel {rhs.shape[0]}x{rhs.shape[1]}')
-    return (strides[0], strides[1]), ((top, bottom), (left, right))
-
-
-def _patches(x: Array, size: Sequence[int], strides: Strides, pads: Pads) -> Array:
-    """[B, H, W, I] -> [B, h', w', h * w * I], the window of each output position."""
-    x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (*pads[0], 0), (*pads[1], 0), (0, 0, 0)))
-    rows = (x.shape[1] - size[0]) // strides[0] * strides[0] + 1
-    cols = (x.shape[2] - size[1]) // strides[1] * strides[1] + 1
-    return jnp.concatenate(
-        [
-            lax.slice(x, (0, i, j, 0), (x.shape[0], i + rows, j + cols, x.shape[3]), (1, *strides, 1))
-            for i in range(size[0])
-            for j in range(size[1])
-        ],
-        axis=-1,
-    )
-
-
-def _matmul(patches: Array, kernel: Array, precision: Any) -> Array:
-    flat = patches.reshape(-1, patches.shape[-1])
-    y = jnp.dot(flat, kernel.reshape(flat.shape[1], -1), precision=precision, preferred_element_type=jnp.float32)
-    return y.reshape(*patches.shape[:3], -1).astype(patches.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _conv(x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any) -> Array:
-    return _run(x, kernel, strides, pads, precision)
-
-
-def _run(x: Array, kernel: Array, strides: Strides, pads: Sequence, precision: Any, dilation: Strides = (1, 1)) -> Array:
-    y = lax.conv_general_dilated(
-        x,
-        kernel,
-        strides,
-        pads,
-        rhs_dilation=dilation,
-        dimension_numbers=_LAYOUT,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return y.astype(x.dtype)
-
-
-def _conv_forward(
-    x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any
-) -> tuple[Array, tuple[Array, Array]]:
-    return _run(x, kernel, strides, pads, precision), (x, kernel)
-
-
-def _conv_backward(
-    strides: Strides, pads: Pads, precision: Any, residual: tuple[Array, Array], g: Array
-) -> tuple[Array, Array]:
-    x, kernel = residual
-    # How far the windows of the last row and column lie from the lower end of the image; negative where the stride
-    # leaves some of the image unread.
-    spare = [
-        kernel.shape[d] + (g.shape[d + 1] - 1) * strides[d] - x.shape[d + 1] - pads[d][0] for d in (0, 1)
-    ]
-    # Input gradient: each pixel collects from the windows that read it, so the kernel runs backwards over g.
-    edges = [(kernel.shape[d] - 1 - pads[d][0], kernel.shape[d] - 1 - spare[d], strides[d] - 1) for d in (0, 1)]
-    wide = lax.pad(g, jnp.zeros((), g.dtype), ((0, 0, 0), *edges, (0, 0, 0)))
-    dx = _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), ((0, 0), (0, 0)), precision)
-    # Kernel gradient: the same window sum with channels in the place of the batch and g as the kernel.
-    used = lax.pad(
-        x, jnp.zeros((), x.dtype), ((0, 0, 0), (pads[0][0], spare[0], 0), (pads[1][0], spare[1], 0), (0, 0, 0))
-    )
-    dk = _run(used.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3), (1, 1), ((0, 0), (0, 0)), precision, strides)
-    return dx, dk.transpose(1, 2, 0, 3).astype(kernel.dtype)
-
-
-_conv.defvjp(_conv_forward, _conv_backward)
+from fedjax_nc.models.convolution import LAYOUT, ConvFn, default_conv
+from fedjax_nc.models.convolution import compiler_options as compiler_options
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -203,3 +47,103 @@ def _max_pool_backward(window: int, residual: tuple[Array, Array], g: Array) -> 
 
 
 max_pool.defvjp(_max_pool_forward, _max_pool_backward)
+
+
+def global_average_pool(x: Array) -> Array:
+    """Mean over the image, in float32: [B, H, W, C] -> [B, C] float32."""
+    return jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
+
+
+def uniform_init(fan_in: int) -> Callable[..., Array]:
+    """PyTorch's default for weights and biases: uniform in +-1 / sqrt(fan_in)."""
+    bound = fan_in**-0.5
+
+    def init(key: Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
+
+
+def dense(features: int, fan_in: int, dtype: DTypeLike) -> nn.Dense:
+    """A dense layer with PyTorch's default initialisation."""
+    init = uniform_init(fan_in)
+    return nn.Dense(features, dtype=dtype, kernel_init=init, bias_init=init)
+
+
+class Conv(nn.Module):
+    """Convolution [B, H, W, I] -> [B, h, w, features] with PyTorch's default initialisation.
+
+    Attributes:
+        features: output channels.
+        size: height and width of the kernel.
+        stride: one stride for both directions.
+        padding: 'SAME', 'VALID', or the number of zeros on every side.
+        use_bias: whether a bias is added.
+        conv: how it is computed; None means `default_conv()`.
+        dtype: type of the computation and the result; parameters stay float32.
+    """
+
+    features: int
+    size: int
+    stride: int = 1
+    padding: str | int = 'VALID'
+    use_bias: bool = True
+    conv: ConvFn | None = None
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        init = uniform_init(self.size**2 * x.shape[-1])
+        kernel = self.param('kernel', init, (self.size, self.size, x.shape[-1], self.features))
+        padding = self.padding if isinstance(self.padding, str) else [(self.padding, self.padding)] * 2
+        x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
+        y = (self.conv or default_conv())(x, kernel, (self.stride, self.stride), padding, dimension_numbers=LAYOUT)
+        if self.use_bias:
+            # Added in float32 because its gradient is a sum over all pixels, which bfloat16 would cut short.
+            y = (y.astype(jnp.float32) + self.param('bias', init, (self.features,))).astype(self.dtype)
+        return y
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation over the real rows of [B, ..., C], as PyTorch computes it.
+
+    Eps is 1e-5; the running estimate is 0.9 old + 0.1 new and holds the unbiased variance. A batch without a real row
+    leaves it alone. Statistics are float32.
+
+    Attributes:
+        use_running_average: normalise by the running estimate, for evaluation.
+        dtype: type of the result.
+    """
+
+    use_running_average: bool = False
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """Normalises x; `mask` [B] bool marks the real rows, None means all."""
+        channels = (x.shape[-1],)
+        running_mean = self.variable('batch_stats', 'mean', jnp.zeros, channels, jnp.float32)
+        running_var = self.variable('batch_stats', 'var', jnp.ones, channels, jnp.float32)
+        scale = self.param('scale', nn.initializers.ones, channels)
+        bias = self.param('bias', nn.initializers.zeros, channels)
+        x = x.astype(jnp.float32)
+        if self.use_running_average:
+            mean, var = running_mean.value, running_var.value
+        else:
+            mean, var, n = _moments(x, mask)
+            if not self.is_initializing():
+                rate = jnp.where(n > 0, 0.1, 0.0)
+                running_mean.value += rate * (mean - running_mean.value)
+                running_var.value += rate * (var * (n / jnp.maximum(n - 1, 1)) - running_var.value)
+        return ((x - mean) * (lax.rsqrt(var + 1e-5) * scale) + bias).astype(self.dtype)
+
+
+def _moments(x: Array, mask: Array | None) -> tuple[Array, Array, Array]:
+    """Mean, biased variance and number of values of each channel, over the rows that `mask` keeps."""
+    axes = tuple(range(x.ndim - 1))
+    keep = jnp.ones(x.shape[0], bool) if mask is None else mask
+    n = jnp.sum(keep, dtype=jnp.float32) * math.prod(x.shape[1:-1])
+    keep = keep.reshape(-1, *[1] * (x.ndim - 1))
+    mean = jnp.sum(jnp.where(keep, x, 0), axes) / jnp.maximum(n, 1)
+    var = jnp.sum(jnp.where(keep, (x - mean) ** 2, 0), axes) / jnp.maximum(n, 1)
+    return mean, var, n

@@ -1,0 +1,44 @@
+"""Data for federated learning.
+
+partition: labels -> which examples lie on which client
+federated: a pool and a partition -> `FederatedData`; local test splits
+sources: data sets by name
+images: preprocessing and augmentation on the device
+synthetic: small made-up data sets
+"""
+
+from fedjax_nc.data import images
+from fedjax_nc.data.federated import class_weights, federate, split
+from fedjax_nc.data.partition import (
+    dirichlet,
+    dirichlet_capped,
+    dirichlet_draws,
+    dirichlet_multiclass,
+    iid,
+    long_tail,
+    natural,
+    shards,
+)
+from fedjax_nc.data.sources import Dataset, DatasetUnavailableError, load_dataset, subset
+from fedjax_nc.data.synthetic import clusters, spiral
+
+__all__ = [
+    'Dataset',
+    'DatasetUnavailableError',
+    'class_weights',
+    'clusters',
+    'dirichlet',
+    'dirichlet_capped',
+    'dirichlet_draws',
+    'dirichlet_multiclass',
+    'federate',
+    'iid',
+    'images',
+    'load_dataset',
+    'long_tail',
+    'natural',
+    'shards',
+    'spiral',
+    'split',
+    'subset',
+]

@@ -1,0 +1,66 @@
+"""Two small convolutional networks without normalisation, initialised as PyTorch does."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from fedjax_nc.base import Array
+from fedjax_nc.models import layers
+
+
+class CNN(nn.Module):
+    """FedETF's network for CIFAR-10: valid 3x3 convolutions of 32, 64 and 64 channels, dense 64; features [B, 64].
+
+    Source: Li et al., No Fear of Classifier Biases, ICCV 2023, and its code.
+
+    Attributes:
+        conv: how convolutions are computed; None means `default_conv()`.
+        dtype: type of the computation; parameters stay float32.
+
+    Raises:
+        ValueError: for images smaller than 18x18.
+    """
+
+    conv: layers.ConvFn | None = None
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
+        _check(x, 18)
+        for width in (32, 64):
+            x = layers.max_pool(jax.nn.relu(layers.Conv(width, 3, conv=self.conv, dtype=self.dtype)(x)), 2)
+        x = jax.nn.relu(layers.Conv(64, 3, conv=self.conv, dtype=self.dtype)(x))
+        x = x.reshape(x.shape[0], -1)
+        return jax.nn.relu(layers.dense(64, x.shape[-1], self.dtype)(x))
+
+
+class McMahanCNN(nn.Module):
+    """FedAvg's network: padded 5x5 convolutions of 32 and 64 channels, each pooled by 2, dense 512; features [B, 512].
+
+    Source: McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017, the network for MNIST.
+
+    Attributes:
+        conv: how convolutions are computed; None means `default_conv()`.
+        dtype: type of the computation; parameters stay float32.
+
+    Raises:
+        ValueError: for images smaller than 4x4.
+    """
+
+    conv: layers.ConvFn | None = None
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
+        _check(x, 4)
+        for width in (32, 64):
+            conv = layers.Conv(width, 5, padding='SAME', conv=self.conv, dtype=self.dtype)
+            x = layers.max_pool(jax.nn.relu(conv(x)), 2)
+        x = x.reshape(x.shape[0], -1)
+        return jax.nn.relu(layers.dense(512, x.shape[-1], self.dtype)(x))
+
+
+def _check(x: Array, smallest: int) -> None:
+    if x.ndim != 4 or min(x.shape[1:3]) < smallest:
+        raise ValueError(f'expected images [B, H, W, C] of at least {smallest}x{smallest}, got shape {x.shape}')
