@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from fedjax_nc import tree
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, State, Tree
+from fedjax_nc.models.convolution import compiler_options
 
 
 class Report(NamedTuple):
@@ -156,4 +157,4 @@ def several(round: Round) -> Round:
 
 def compiled(round: Round) -> Any:
     """`jit` of a round, or of `several`, with the state donated and the options that suit this device."""
-    return jax.jit(round, donate_argnums=1, compiler_options=layers.compiler_options())
+    return jax.jit(round, donate_argnums=1, compiler_options=compiler_options())

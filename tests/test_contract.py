@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import heads, losses, simulate
+from fedjax_nc import simulate
 from fedjax_nc.algorithms import fedavg, fedetf, fedprox, finetune
-from fedjax_nc.objective import objective
 
-noisy = objective(toys.noisy, heads.linear(), losses.cross_entropy)
 ALGORITHMS = {
     'fedavg': fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN),
-    'fedavg, noise and statistics': fedavg.algorithm(noisy, toys.opt, plan=toys.PLAN),
+    'fedavg, noise and statistics': fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN),
     'fedavg, momentum kept': fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True),
     'fedavg, body only': fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, parts=('body',)),
     'fedprox': fedprox.algorithm(toys.task, toys.opt, mu=0.1, plan=toys.PLAN),

@@ -57,6 +57,7 @@ def dropout_features(params, stats, x, mask, key):
 noisy = Model(lambda key, x: (tiny.init(key, x)[0], {'batches': jnp.float32(0)}), dropout_features)
 
 task = objective(tiny, heads.linear(), losses.cross_entropy)
+noisy_task = objective(noisy, heads.linear(), losses.cross_entropy)
 opt = local.sgd(0.05)
 PLAN = local.Plan(batch_size=16, epochs=2)
 

@@ -123,9 +123,14 @@ def _patches(x: Array, size: Sequence[int], strides: Strides, pads: Pads) -> Arr
     )
 
 
+def _sum_type(x: Array) -> jnp.dtype:
+    """Sums of bfloat16 are kept in float32."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def _matmul(patches: Array, kernel: Array, precision: Any) -> Array:
     flat = patches.reshape(-1, patches.shape[-1])
-    y = jnp.dot(flat, kernel.reshape(flat.shape[1], -1), precision=precision, preferred_element_type=jnp.float32)
+    y = jnp.dot(flat, kernel.reshape(flat.shape[1], -1), precision=precision, preferred_element_type=_sum_type(flat))
     return y.reshape(*patches.shape[:3], -1).astype(patches.dtype)
 
 
@@ -147,7 +152,7 @@ def _run(
             rhs_dilation=dilation,
             dimension_numbers=LAYOUT,
             precision=precision,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=_sum_type(x),
         )
         return y.astype(x.dtype)
 

@@ -84,8 +84,7 @@ def test_learning_rate_falls_with_the_round(data):
 
 def test_statistics_are_averaged_as_values(data):
     """Each client counts its batches; the server holds the mean of the counts, weighted by sizes."""
-    noisy = objective(toys.noisy, heads.linear(), losses.cross_entropy)
-    algorithm = fedavg.algorithm(noisy, toys.opt, plan=toys.PLAN)
+    algorithm = fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN)
     state, report = simulate.make_round(algorithm)(toys.KEY, simulate.init(algorithm, toys.KEY, data), data)
     steps, sizes = np.asarray(report.info.steps), np.asarray(data.size)[np.asarray(report.ids)]
     np.testing.assert_allclose(state.server.variables.stats['batches'], np.average(steps, weights=sizes), rtol=1e-5)

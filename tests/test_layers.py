@@ -1,0 +1,241 @@
+"""Convolutions against XLA's, pooling against flax's, BatchNorm against PyTorch's formulas in NumPy."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_nc.models import convolution, layers
+from fedjax_nc.models.convolution import LAYOUT, conv_native, conv_patches, conv_sequential
+
+FORMS = [conv_patches, conv_sequential]
+GEOMETRIES = [  # image, kernel, strides, padding
+    ((7, 6), (1, 1), (1, 1), 'SAME'),
+    ((7, 6), (1, 1), (2, 2), 'VALID'),
+    ((7, 6), (3, 3), (1, 1), 'SAME'),
+    ((8, 8), (3, 3), (2, 2), [(1, 1), (1, 1)]),
+    ((9, 7), (3, 3), (2, 3), 'SAME'),
+    ((9, 8), (3, 3), (3, 3), 'VALID'),
+    ((7, 9), (5, 5), (1, 1), 'SAME'),
+    ((7, 8), (2, 2), (1, 1), 'SAME'),
+    ((7, 8), (4, 4), (2, 2), 'VALID'),
+    ((8, 7), (2, 5), (1, 2), [(0, 3), (2, 1)]),
+    ((6, 6), (2, 2), (3, 3), 'VALID'),  # a stride that skips pixels
+    ((4, 4), (2, 2), (1, 1), [(3, 2), (0, 4)]),  # more padding than the kernel is wide
+]
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def run(conv, x, kernel, strides=(1, 1), padding='SAME'):
+    return conv(x, kernel, strides, padding, dimension_numbers=LAYOUT)
+
+
+def value_and_gradients(conv, strides, padding):
+    def all_three(x, kernel):
+        y, back = jax.vjp(lambda x, k: run(conv, x, k, strides, padding), x, kernel)
+        # A cotangent without symmetry, so that flipped or shifted gradients cannot agree by chance.
+        return (y, *back(jnp.sin(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)))
+
+    return all_three
+
+
+def assert_close(got, want, tolerance=2e-5):
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(jnp.max(jnp.abs(b))))
+
+
+@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize(('image', 'kernel', 'strides', 'padding'), GEOMETRIES)
+def test_value_and_gradients_equal_native(conv, image, kernel, strides, padding):
+    x, k = normal(0, 2, *image, 3), normal(1, *kernel, 3, 4)
+    want = value_and_gradients(conv_native, strides, padding)(x, k)
+    assert_close(value_and_gradients(conv, strides, padding)(x, k), want)
+
+
+@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize(('strides', 'padding'), [((1, 1), 'SAME'), ((2, 2), [(1, 1), (1, 1)])])
+@pytest.mark.parametrize('axes', [(0, 0), (0, None), (None, 0)])
+def test_clients_may_be_vmapped(conv, strides, padding, axes):
+    x, k = normal(0, 3, 2, 6, 6, 3), normal(1, 3, 3, 3, 3, 4)
+    x, k = (a if axis == 0 else a[0] for a, axis in zip((x, k), axes, strict=True))
+    want = jax.vmap(value_and_gradients(conv_native, strides, padding), axes)(x, k)
+    assert_close(jax.jit(jax.vmap(value_and_gradients(conv, strides, padding), axes))(x, k), want)
+
+
+@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize('vmapped', [False, True])
+def test_training_in_loops_equals_native(conv, vmapped):
+    x, k, steps = normal(0, 2, 2, 6, 6, 3), normal(1, 2, 3, 3, 3, 4), jnp.array([3, 2])
+
+    def train(conv, x, kernel, steps):
+        loss = lambda kernel: jnp.mean(jnp.sin(run(conv, x, kernel)))  # noqa: E731
+        return jax.lax.fori_loop(0, steps, lambda _, k: k - 0.5 * jax.grad(loss)(k), kernel)
+
+    want = [train(conv_native, *row) for row in zip(x, k, steps, strict=True)]
+    clients = lambda conv: jax.vmap(lambda *row: train(conv, *row))(x, k, steps)  # noqa: E731
+    if not vmapped:
+        clients = lambda conv: jax.lax.map(lambda row: train(conv, *row), (x, k, steps))  # noqa: E731
+    got = jax.jit(clients, static_argnums=0)(conv)
+    assert_close(got, want)
+    assert float(jnp.max(jnp.abs(got - k))) > 1e-3
+
+
+@pytest.mark.parametrize('conv', FORMS)
+def test_bfloat16_sums_in_float32(conv):
+    # 5 * 5 * 40 ones: a bfloat16 accumulator would stop at 256.
+    x, k = jnp.ones((1, 7, 7, 40), jnp.bfloat16), jnp.ones((5, 5, 40, 2), jnp.bfloat16)
+    y, back = jax.vjp(lambda x, k: run(conv, x, k, padding='VALID'), x, k)
+    dx, dk = back(jnp.ones_like(y))
+    assert y.dtype == dx.dtype == dk.dtype == jnp.bfloat16
+    assert float(y[0, 0, 0, 0]) == 1000
+    assert float(dx[0, 3, 3, 0]) == 18
+    assert float(dk[0, 0, 0, 0]) == 9
+
+
+@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'rhs_dilation': (2, 2)},
+        {'lhs_dilation': (2, 1)},
+        {'feature_group_count': 3},
+        {'batch_group_count': 2},
+        {'dimension_numbers': ('NCHW', 'OIHW', 'NCHW')},
+        {'dimension_numbers': None},
+    ],
+)
+def test_what_is_not_supported_is_refused(conv, options):
+    with pytest.raises(ValueError, match='conv_native'):
+        conv(normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 3), (1, 1), 'SAME', **({'dimension_numbers': LAYOUT} | options))
+
+
+@pytest.mark.parametrize('conv', FORMS)
+def test_impossible_shapes_are_refused(conv):
+    with pytest.raises(ValueError, match='channels'):
+        run(conv, normal(0, 2, 6, 6, 3), normal(1, 3, 3, 2, 4))
+    with pytest.raises(ValueError, match='smaller than the kernel'):
+        run(conv, normal(0, 2, 2, 6, 3), normal(1, 3, 3, 3, 4), padding='VALID')
+
+
+def test_flax_accepts_the_forms():
+    x = normal(0, 2, 6, 6, 3)
+    variables = nn.Conv(4, (3, 3)).init(jax.random.key(0), x)
+    want = nn.Conv(4, (3, 3)).apply(variables, x)
+    for conv in (*FORMS, conv_native):
+        got = nn.Conv(4, (3, 3), conv_general_dilated=conv).apply(variables, x)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_defaults_follow_the_backend(monkeypatch):
+    assert convolution.default_conv() is conv_sequential
+    options = convolution.compiler_options()
+    assert float(jax.jit(lambda x: x + 1, compiler_options=options)(1.0)) == 2
+    assert not convolution._accepts((('xla_no_such_option', 'x'),))
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+    assert convolution.default_conv() is conv_patches
+    assert convolution.compiler_options() == {}
+
+
+@pytest.mark.parametrize(('shape', 'window'), [((2, 6, 4, 3), 2), ((2, 7, 5, 3), 2), ((1, 8, 9, 2), 3)])
+@pytest.mark.parametrize('ties', [False, True])
+def test_max_pool_equals_flax(shape, window, ties):
+    x = normal(0, *shape)
+    x = jax.nn.relu(jnp.round(x)) if ties else x
+    want, want_back = jax.vjp(lambda x: nn.max_pool(x, (window, window), (window, window)), x)
+    got, got_back = jax.vjp(lambda x: layers.max_pool(x, window), x)
+    g = normal(1, *want.shape)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got_back(g)[0], want_back(g)[0])
+    vmapped = jax.vmap(jax.grad(lambda x: jnp.sum(layers.max_pool(x, window) * g)))(jnp.stack([x, x]))
+    np.testing.assert_array_equal(vmapped[1], want_back(g)[0])
+
+
+def test_max_pool_shows_nan_and_keeps_the_type():
+    x = jnp.zeros((1, 4, 4, 1), jnp.bfloat16).at[0, 1, 1, 0].set(jnp.nan)
+    y = layers.max_pool(x, 2)
+    assert y.dtype == jnp.bfloat16
+    assert bool(jnp.isnan(y[0, 0, 0, 0])) and int(jnp.isnan(y).sum()) == 1
+
+
+def test_global_average_pool_sums_in_float32():
+    y = layers.global_average_pool(jnp.full((1, 64, 64, 2), 1.0, jnp.bfloat16))
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, 1.0)
+
+
+@pytest.mark.parametrize('real', [1, 3, 5])
+def test_batch_norm_equals_pytorch_on_the_real_rows(real):
+    x, mask = np.array(normal(0, 5, 3, 2, 4)) * 3 + 1, np.arange(5) < real
+    norm = layers.BatchNorm()
+    variables = norm.init(jax.random.key(0), x)
+    variables['params'] = {'scale': normal(1, 4), 'bias': normal(2, 4)}
+    variables['batch_stats'] = {'mean': normal(3, 4), 'var': normal(4, 4) ** 2}
+    rows = x[:real].astype(np.float64)
+    mean, var, n = rows.mean((0, 1, 2)), rows.var((0, 1, 2)), rows.size // 4
+    want = (rows - mean) / np.sqrt(var + 1e-5) * variables['params']['scale'] + variables['params']['bias']
+    for junk in (0.0, 1e6):
+        x[real:] = junk
+        y, new = norm.apply(variables, x, mask, mutable=['batch_stats'])
+        new, old = new['batch_stats'], variables['batch_stats']
+        np.testing.assert_allclose(y[:real], want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(new['mean'], 0.9 * old['mean'] + 0.1 * mean, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(new['var'], 0.9 * old['var'] + 0.1 * var * n / (n - 1), rtol=1e-5, atol=1e-6)
+
+
+def test_batch_norm_gradient_ignores_padding():
+    x, mask = normal(0, 5, 2, 2, 3), jnp.arange(5) < 3
+    norm = layers.BatchNorm()
+    variables = norm.init(jax.random.key(0), x)
+
+    def loss(x, mask):
+        y, _ = norm.apply(variables, x, mask, mutable=['batch_stats'])
+        keep = jnp.ones(x.shape[0], bool) if mask is None else mask
+        return jnp.sum(jnp.where(keep[:, None, None, None], jnp.sin(3 * y), 0))
+
+    got = jax.grad(loss)(x.at[3:].set(1e6), mask)
+    np.testing.assert_allclose(got[:3], jax.grad(loss)(x[:3], None), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(got[3:], 0)
+
+
+@pytest.mark.parametrize('real', [0, 1])
+def test_batch_norm_of_one_value_or_none_is_finite(real):
+    x, mask = normal(0, 4, 3), jnp.arange(4) < real
+    norm = layers.BatchNorm()
+    variables = norm.init(jax.random.key(0), x)
+    (y, new), back = jax.vjp(lambda x: norm.apply(variables, x, mask, mutable=['batch_stats']), x)
+    gradient = back((jnp.ones_like(y), jax.tree.map(jnp.zeros_like, new)))
+    for leaf in jax.tree.leaves((y, new, gradient)):
+        assert bool(jnp.all(jnp.isfinite(leaf)))
+    if real == 0:
+        np.testing.assert_array_equal(new['batch_stats']['mean'], 0)
+        np.testing.assert_array_equal(new['batch_stats']['var'], 1)
+
+
+def test_batch_norm_evaluates_with_running_statistics():
+    x = normal(0, 4, 3)
+    variables = layers.BatchNorm().init(jax.random.key(0), x)
+    variables['batch_stats'] = {'mean': jnp.full(3, 2.0), 'var': jnp.full(3, 4.0)}
+    y = layers.BatchNorm(use_running_average=True).apply(variables, x)
+    np.testing.assert_allclose(y, (x - 2) / np.sqrt(4 + 1e-5), rtol=1e-6)
+
+
+def test_initialisation_fills_the_range_of_pytorch():
+    layer = layers.Conv(64, 5, conv=conv_native)
+    params = layer.init(jax.random.key(0), jnp.zeros((1, 8, 8, 8)))['params']
+    bound = (5 * 5 * 8) ** -0.5
+    for leaf in params.values():
+        assert 0.9 * bound < float(jnp.max(jnp.abs(leaf))) <= bound
+        assert abs(float(jnp.mean(leaf))) < 0.25 * bound
+
+
+def test_bias_gradient_is_summed_in_float32():
+    layer = layers.Conv(1, 1, dtype=jnp.bfloat16)
+    x = jnp.zeros((4, 32, 32, 1))
+    params = layer.init(jax.random.key(0), x)['params']
+    gradient = jax.grad(lambda p: jnp.sum(layer.apply({'params': p}, x).astype(jnp.float32)))(params)
+    assert float(gradient['bias'][0]) == 4 * 32 * 32

@@ -1,0 +1,160 @@
+import csv
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+from fedjax_nc import evaluate, simulate, training
+from fedjax_nc.algorithms import fedavg
+
+algorithm = fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, persist_momentum=True)
+
+
+def begin(data):
+    return simulate.init(algorithm, toys.KEY, data)
+
+
+def run(data, rounds, state=None, **kwargs):
+    def measure(state):
+        return {'accuracy': evaluate.accuracy(evaluate.generic(algorithm, state, data.x, data.y, toys.CLASSES))}
+
+    return training.run(algorithm, toys.KEY, state or begin(data), data, rounds=rounds, cohort=4, evaluate=measure,
+                        progress=False, **kwargs)  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def whole(data, tmp_path_factory):
+    """Five rounds without a break."""
+    out = tmp_path_factory.mktemp('whole')
+    return run(data, 5, eval_every=2, out=out), out
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / 'metrics.jsonl').read_text().splitlines()]
+
+
+def without_time(history):
+    return [{k: v for k, v in row.items() if k != 'seconds'} for row in history]
+
+
+def test_rounds_are_those_of_the_engine(data, whole):
+    state, step = begin(data), jax.jit(simulate.make_round(algorithm, cohort=4))
+    for t in range(5):
+        state, report = step(jax.random.fold_in(toys.KEY, t), state, data)
+    toys.same(whole[0].state, state, atol=1e-6)
+    np.testing.assert_allclose(whole[0].history[-1]['loss'], report.loss, rtol=1e-5)
+
+
+def test_history_log_and_table_agree(whole):
+    result, out = whole
+    assert [row['round'] for row in result.history] == [1, 2, 3, 4, 5]
+    assert ['accuracy' in row for row in result.history] == [False, True, False, True, True]
+    assert lines(out) == result.history
+    with (out / 'metrics.csv').open() as file:
+        table = list(csv.DictReader(file))
+    assert [float(row['loss']) for row in table] == [row['loss'] for row in result.history]
+    assert table[0]['accuracy'] == ''
+    assert result.compile_seconds > 0
+    assert result.rounds_per_second > 0
+
+
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(data, whole, tmp_path):
+    first = run(data, 3, eval_every=2, out=tmp_path, checkpoint_every=1)
+    resumed = run(data, 5, eval_every=2, out=tmp_path, resume=True)
+    toys.same(resumed.state, whole[0].state)
+    # Round 3 was the last of the first run, which evaluates its last.
+    assert 'accuracy' in first.history[-1]
+    rows = without_time(resumed.history)
+    rows[2].pop('accuracy')
+    assert rows == without_time(whole[0].history)
+    assert lines(tmp_path) == resumed.history
+
+
+def test_work_after_the_last_checkpoint_is_done_again(data, whole, tmp_path):
+    """As after a crash: the log is ahead of the checkpoint, and its last line was cut."""
+    run(data, 2, eval_every=2, out=tmp_path)
+    with (tmp_path / 'metrics.jsonl').open('a') as file:
+        file.write('{"round": 3, "loss": 0.1}\n{"round": 4, "lo')
+    resumed = run(data, 5, eval_every=2, out=tmp_path, resume=True)
+    assert without_time(lines(tmp_path)) == without_time(resumed.history) == without_time(whole[0].history)
+
+
+def test_finished_run_resumes_to_itself(data, whole, tmp_path):
+    shutil.copytree(whole[1], tmp_path / 'copy')
+    again = run(data, 5, eval_every=2, out=tmp_path / 'copy', resume=True)
+    toys.same(again.state, whole[0].state)
+    assert again.history == whole[0].history
+    assert np.isnan(again.rounds_per_second)
+
+
+def test_several_rounds_a_call_give_the_same_run(data, whole):
+    several = run(data, 5, eval_every=2, rounds_per_call=2)
+    toys.same(several.state, whole[0].state, atol=1e-6)
+    assert [row['round'] for row in several.history] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ('args', 'want'),
+    [
+        ((0, 5, 1, 2), [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]),
+        ((0, 7, 3, 2), [(0, 2), (2, 4), (4, 6), (6, 7)]),
+        ((4, 9, 10, 3, 5), [(4, 5), (5, 6), (6, 9)]),
+        ((5, 5, 1, 1), []),
+    ],
+)
+def test_calls_end_at_every_stop(args, want):
+    assert list(training.calls(*args)) == want
+
+
+def test_nan_stops_the_run_names_the_round_and_keeps_the_last_good_checkpoint(data, tmp_path):
+    run(data, 2, out=tmp_path)
+    bad = data._replace(x=data.x * jnp.nan)
+    with pytest.raises(training.DivergedError, match=r'round 3.*good checkpoint of round 2'):
+        run(bad, 4, state=begin(data), out=tmp_path, resume=True)
+    resumed = run(data, 3, out=tmp_path, resume=True)
+    assert len(resumed.history) == 3
+    assert bool(jnp.isfinite(resumed.state.server.variables.params['head']['w']).all())
+
+
+def test_a_second_run_does_not_overwrite_the_first(data, whole):
+    with pytest.raises(ValueError, match='already holds a run'):
+        run(data, 5, out=whole[1])
+
+
+def test_damaged_checkpoint_is_named(data, tmp_path):
+    run(data, 2, out=tmp_path)
+    for file in (tmp_path / 'checkpoints' / '2').rglob('*'):
+        if file.is_file() and file.parent.name != '2':
+            file.write_bytes(b'damaged')
+    with pytest.raises(training.CheckpointError, match=r'checkpoints/2.*remove'):
+        run(data, 3, out=tmp_path, resume=True)
+    shutil.rmtree(tmp_path / 'checkpoints' / '2')
+    assert len(run(data, 3, out=tmp_path, resume=True).history) == 3
+
+
+def test_checkpoint_of_another_model_is_refused(data, tmp_path):
+    run(data, 1, out=tmp_path)
+    other = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    with pytest.raises(training.CheckpointError, match='checkpoints/1'):
+        training.run(other, toys.KEY, simulate.init(other, toys.KEY, data), data, rounds=2, out=tmp_path, resume=True,
+                     progress=False)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'match'),
+    [({'rounds': 0}, 'rounds must be'), ({'rounds': 2, 'eval_every': 0}, 'eval_every must be'),
+     ({'rounds': 2, 'resume': True}, 'pass out=')],
+)  # fmt: skip
+def test_bad_numbers_are_refused(data, kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        training.run(algorithm, toys.KEY, begin(data), data, **kwargs)
+
+
+def test_last_mean_counts_evaluated_rounds_only():
+    history = [{'round': i, **({'accuracy': i / 10} if i % 2 else {})} for i in range(1, 13)]
+    np.testing.assert_allclose(training.last_mean(history), np.mean([3, 5, 7, 9, 11]) / 10)
+    assert np.isnan(training.last_mean([{'round': 1}]))
