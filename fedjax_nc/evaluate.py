@@ -1,8 +1,10 @@
 """Evaluation: count once which class was taken for which; every reported accuracy is a weighting of the counts.
 
-A table of counts is `[C, C]`: row = true class, column = predicted class.
+A table of counts is `[C, C]`: row = true class, column = predicted class. The two functions that run a model compile
+themselves, once for each algorithm and shape.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,12 +29,14 @@ def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int =
     return jax.lax.fori_loop(0, -(-shard.size // b), step, jnp.zeros((classes, classes), jnp.int32))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes: int, batch_size: int = 256) -> Array:
     """Counts [C, C] of the generic model on a test set `x [n, ...]`, `y [n]`."""
     shard = Shard(x, y, jnp.arange(len(y)), jnp.int32(len(y)), jnp.zeros(num_classes, jnp.int32))
     return confusion(lambda x: algorithm.predict(state.server, None, x), shard, batch_size)
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames=('personal', 'batch_size'))
 def per_client(
     algorithm: Algorithm, state: State, data: FederatedData, *, personal: bool = True, batch_size: int = 256
 ) -> Array:

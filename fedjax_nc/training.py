@@ -22,7 +22,7 @@ from fedjax_nc.base import Algorithm, Array, FederatedData, State
 
 Row = dict[str, float]
 Evaluate = Callable[[State], dict[str, Array]]
-"""A jit-compatible function from the state to named scalars; 'accuracy' is shown in the progress bar."""
+"""From the state to named scalars; 'accuracy' is shown in the progress bar."""
 
 
 class DivergedError(RuntimeError):
@@ -106,7 +106,6 @@ def run(
             raise ValueError(f'{out} already holds a run: resume it, or choose another directory')
 
     step = simulate.compiled(simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=chunk)))
-    measure = jax.jit(evaluate) if evaluate is not None else None
     executables: dict[int, Any] = {}
     compile_seconds = spent = 0.0
     first = len(history)
@@ -127,8 +126,8 @@ def run(
                     raise DivergedError(diverged(start + i + 1, files))
                 history.append({'round': start + i + 1, 'loss': float(loss), 'padded_work': float(padded),
                                 'seconds': seconds / (stop - start)})  # fmt: skip
-            if measure is not None and (stop % eval_every == 0 or stop == rounds):
-                history[-1] |= {k: float(v) for k, v in jax.device_get(measure(state)).items()}
+            if evaluate is not None and (stop % eval_every == 0 or stop == rounds):
+                history[-1] |= {k: float(v) for k, v in jax.device_get(evaluate(state)).items()}
             if files is not None:
                 files.log(history[start:stop])
                 if stop % checkpoint_every == 0 or stop == rounds:

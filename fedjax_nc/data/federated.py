@@ -73,8 +73,8 @@ def split(data: FederatedData, fraction: float, *, seed: int) -> tuple[Federated
     index, sizes = np.asarray(data.index), np.asarray(data.size)
     train, test = [], []
     for k, size in enumerate(sizes.tolist()):
-        rows = np.random.default_rng((seed, k)).permutation(index[k, :size])
-        held_out = int(fraction * size + 1e-9)  # 0.29 * 100 is a little less than 29
+        rows = index[k, np.random.default_rng((seed, k)).permutation(size)]
+        held_out = min(int(fraction * size + 1e-9), max(size - 1, 0))  # 0.29 * 100 is a little less than 29
         test.append(rows[:held_out])
         train.append(rows[held_out:])
     labels = np.asarray(data.y)

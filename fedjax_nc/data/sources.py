@@ -1,8 +1,7 @@
 """Data sets by name.
 
-CIFAR comes through tensorflow-datasets (TFDS), but without TensorFlow: TFDS reads array_record copies without it, and a
-small builder here, which takes the official binary archive apart itself, spares TFDS the two steps of preparing CIFAR
-that need it.
+CIFAR comes through tensorflow-datasets (TFDS) without TensorFlow: TFDS reads array_record copies without it, and the
+builder here does itself the two steps of preparing CIFAR that need it, taking the archive apart and encoding images.
 """
 
 import contextlib
@@ -103,8 +102,7 @@ def load_dataset(name: str, data_dir: str | os.PathLike[str] | None = None) -> D
         return _read_cache(spec, cache)
     prepared = _find_prepared(spec, folder)
     if prepared is None:
-        archive = folder / spec.archive
-        if not archive.exists():
+        if not (archive := folder / spec.archive).exists():
             _download(spec, archive)
         prepared = _prepare(spec, archive)
     dataset = _read_prepared(spec, prepared)
@@ -113,15 +111,12 @@ def load_dataset(name: str, data_dir: str | os.PathLike[str] | None = None) -> D
 
 
 def subset(dataset: Dataset, max_examples: int, seed: int) -> Dataset:
-    """Keeps a random part of the training set, as equally over the classes as their sizes allow.
+    """Keeps a random part of the training set, in order, as equally over the classes as their sizes allow.
 
     Args:
         dataset: any data set; its test set is left alone.
-        max_examples: at least 1; a number as large as the training set or larger keeps all.
+        max_examples: at least 1; the size of the training set or more keeps all.
         seed: a non-negative integer.
-
-    Returns:
-        The smaller data set, in the order of the larger.
 
     Raises:
         ValueError: if `max_examples` < 1.

@@ -1,0 +1,197 @@
+"""Figures of data and results.
+
+Every function returns a matplotlib `Figure` of its own, without pyplot and its global state: save it with
+`figure.savefig(path)`; in a notebook it shows itself. matplotlib is imported when a figure is made.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedjax_nc.base import FederatedData
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart by all readers, darkest first; line style and marker repeat the distinction.
+_COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
+_DASHES = ('-', '--', '-.', ':')
+_MARKERS = 'osD^vPX*'
+_INK = '#404040'
+
+
+def class_distribution(
+    data: FederatedData, kind: Literal['bubble', 'bars'] = 'bubble', *, class_names: Sequence[str] | None = None
+) -> 'Figure':
+    """Shows how many examples of each class each client holds.
+
+    Args:
+        data: any clients.
+        kind: 'bubble' for one disc per client and class with area in proportion to the number of examples; 'bars' for
+            one stacked bar per client.
+        class_names: C names, numbers by default.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: for another `kind`, or names that are not C.
+        ImportError: without matplotlib.
+    """
+    if kind not in ('bubble', 'bars'):
+        raise ValueError(f"`kind` must be 'bubble' or 'bars'; got {kind!r}.")
+    counts = np.asarray(data.counts)
+    clients, classes = counts.shape
+    if class_names is not None and len(class_names) != classes:
+        raise ValueError(f'{classes} class names needed; got {len(class_names)}.')
+    names = [str(c) for c in range(classes)] if class_names is None else list(class_names)
+    width = float(np.clip(2.4 + 0.22 * clients, 5, 14))
+    if kind == 'bubble':
+        figure, axes = _figure(width, float(np.clip(1.4 + 0.24 * classes, 3, 9)))
+        _bubbles(axes, counts, names)
+    else:
+        figure, axes = _figure(width, 3.6)
+        _bars(axes, counts, names)
+    axes.set_xlabel('client')
+    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
+    return figure
+
+
+def accuracy_curves(
+    curves: Mapping[str, tuple[ArrayLike, ArrayLike]],
+    *,
+    ylabel: str = 'test accuracy [%]',
+    title: str | None = None,
+    percent: bool = True,
+) -> 'Figure':
+    """Draws accuracy over communication rounds, one line per name.
+
+    Args:
+        curves: name -> (rounds [R], accuracy [R] or [seeds, R]). Several seeds become their mean in a band of one
+            standard deviation (ddof 0) to either side.
+        ylabel: label of the vertical axis.
+        title: title, none by default.
+        percent: whether accuracy comes in [0, 1] and is to be shown in percent.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: if there is no curve, or rounds and accuracy do not match.
+        ImportError: without matplotlib.
+    """
+    if not curves:
+        raise ValueError('`curves` is empty: give at least one name -> (rounds, accuracy).')
+    figure, axes = _figure(6.4, 4.0)
+    for i, (name, (rounds, accuracy)) in enumerate(curves.items()):
+        x, y = np.asarray(rounds), np.atleast_2d(np.asarray(accuracy, float)) * (100 if percent else 1)
+        if x.ndim != 1 or y.ndim != 2 or y.shape[1] != len(x):
+            raise ValueError(
+                f'{name!r} needs rounds [R] and accuracy [R] or [seeds, R]; got {x.shape} and {np.shape(accuracy)}.'
+            )
+        mean, color = y.mean(0), _COLORS[i % len(_COLORS)]
+        every = max(len(x) // 8, 1)
+        # markers start at different points, so that curves on top of each other stay visible
+        axes.plot(
+            x,
+            mean,
+            label=name,
+            color=color,
+            linestyle=_DASHES[i % len(_DASHES)],
+            linewidth=1.8,
+            marker=_MARKERS[i % len(_MARKERS)],
+            markersize=4.5,
+            markevery=(i * every // max(len(curves), 1), every),
+        )
+        if len(y) > 1:
+            axes.fill_between(x, mean - y.std(0), mean + y.std(0), color=color, alpha=0.18, linewidth=0)
+    axes.set_xlabel('communication round')
+    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
+    axes.set_ylabel(ylabel)
+    if title:
+        axes.set_title(title, color=_INK)
+    axes.grid(color='#e4e4e4', linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.02)
+    _legend(figure, axes)
+    return figure
+
+
+def _figure(width: float, height: float) -> tuple['Figure', 'Axes']:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('figures need matplotlib: pip install "fedjax_nc[examples]"') from error
+    figure = Figure(figsize=(width, height), dpi=150, layout='constrained')
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # type: ignore[union-attr, call-arg]
+    axes = figure.add_subplot()
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.spines[['left', 'bottom']].set_color(_INK)
+    axes.tick_params(colors=_INK)
+    return figure, axes
+
+
+def _legend(figure: 'Figure', axes: 'Axes') -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 6:  # beside the axes, where many entries hide nothing
+        figure.legend(handles, labels, loc='outside right upper', frameon=False)
+    else:
+        axes.legend(loc='best', framealpha=0.9, edgecolor='none')
+
+
+def _bubbles(axes: 'Axes', counts: np.ndarray, names: list[str]) -> None:
+    clients, classes = counts.shape
+    k, c = np.nonzero(counts)
+    figure = axes.get_figure()
+    assert figure is not None
+    inches = figure.get_size_inches()  # type: ignore[union-attr]
+    # the largest disc just fits the cell of one client and one class, unless it were too small to see; in points
+    diameter = max(68 * min((inches[0] - 1.3) / (clients + 0.6), (inches[1] - 1.0) / (classes + 0.6)), 14)
+    area = counts[k, c] / max(counts.max(), 1) * diameter**2
+    axes.scatter(k, c, s=area, color=_COLORS[0], alpha=0.75, linewidths=0)
+    axes.set_xlim(-0.8, clients - 0.2)
+    axes.set_ylim(-0.8, classes - 0.2)
+    axes.set_ylabel('class')
+    _class_ticks(axes.set_yticks, names)
+    axes.grid(color='#eeeeee', linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_title(f'area: examples, at most {counts.max():,} of one class on a client', fontsize=9, color=_INK)
+
+
+def _bars(axes: 'Axes', counts: np.ndarray, names: list[str]) -> None:
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import BoundaryNorm
+
+    clients, classes = counts.shape
+    # an ordered map stays readable for any number of classes and without colour vision
+    colors = colormaps['viridis'].resampled(classes)
+    k, c = np.nonzero(counts)
+    tops = counts.cumsum(1)
+    left, right, low, high = k - 0.425, k + 0.425, (tops - counts)[k, c], tops[k, c]
+    corners = np.stack([left, low, left, high, right, high, right, low], axis=1).reshape(-1, 4, 2)
+    # one collection: `bar` makes an artist per block, seconds of work for many clients and classes
+    axes.add_collection(PolyCollection(list(corners), facecolors=colors(c), linewidths=0))
+    axes.set_xlim(-0.8, clients - 0.2)
+    axes.set_ylim(0, max(1.05 * tops.max(), 1))
+    axes.set_ylabel('examples')
+    figure = axes.get_figure()
+    assert figure is not None
+    norm = BoundaryNorm(np.arange(classes + 1) - 0.5, classes)
+    bar = figure.colorbar(ScalarMappable(norm, colors), ax=axes, label='class', pad=0.02)
+    _class_ticks(bar.set_ticks, names)
+    bar.minorticks_off()
+    bar.ax.tick_params(length=0)
+    bar.outline.set_visible(False)
+
+
+def _class_ticks(set_ticks: Any, names: list[str]) -> None:
+    step = next((n for n in (1, 2, 5, 10, 20, 50, 100) if len(names) <= 12 * n), 200)
+    shown = range(0, len(names), step)
+    set_ticks(list(shown), labels=[names[c] for c in shown])

@@ -1,0 +1,213 @@
+"""Partitions: every example once, the same for the same seed, the published shapes, and an end in all circumstances."""
+
+import numpy as np
+import pytest
+
+from fedjax_nc.data import partition
+
+BALANCED = np.repeat(np.arange(10), 5000)
+DIRICHLET = [
+    partition.dirichlet,
+    partition.dirichlet_capped,
+    partition.dirichlet_multiclass,
+    partition.dirichlet_draws,
+]
+
+
+def sizes(parts):
+    return np.array([len(rows) for rows in parts])
+
+
+def classes(parts, labels):
+    return np.array([len(np.unique(labels[rows])) for rows in parts])
+
+
+def assert_covers(parts, count):
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(count))
+    assert all(np.issubdtype(rows.dtype, np.integer) and rows.ndim == 1 for rows in parts)
+
+
+@pytest.mark.parametrize('function', DIRICHLET)
+def test_dirichlet_covers_and_is_deterministic(function):
+    rng = np.random.default_rng(0)
+    labels = rng.permutation(np.repeat(np.arange(7), rng.integers(60, 200, 7)))
+    first, same, other = (function(labels, 8, 0.8, seed=seed) for seed in (3, 3, 4))
+    assert_covers(first, len(labels))
+    assert len(first) == 8
+    assert sizes(first).min() >= 10
+    for a, b in zip(first, same, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    # rows are shuffled, not class by class
+    biggest = labels[max(first, key=len)]
+    assert (np.diff(biggest) < 0).sum() > 5
+
+
+@pytest.mark.parametrize('function', [DIRICHLET[0], DIRICHLET[1], DIRICHLET[3]])
+@pytest.mark.parametrize(('clients', 'alpha'), [(100, 0.05), (100, 1e-9), (500, 0.01), (100, 1e7), (1, 0.1)])
+def test_dirichlet_ends_with_the_minimum_met(function, clients, alpha):
+    parts = function(BALANCED, clients, alpha, seed=1)
+    assert_covers(parts, len(BALANCED))
+    assert len(parts) == clients
+    assert sizes(parts).min() >= 10
+
+
+@pytest.mark.parametrize('function', [DIRICHLET[0], DIRICHLET[1], DIRICHLET[3]])
+def test_the_tightest_possible_minimum_is_met(function):
+    labels = np.arange(200) % 4
+    parts = function(labels, 20, 0.01, seed=0, min_size=10)
+    assert_covers(parts, 200)
+    assert set(sizes(parts)) == {10}
+
+
+def test_labels_without_some_class_in_between():
+    labels = np.repeat([0, 3, 9], 100)
+    for function in DIRICHLET:
+        assert_covers(function(labels, 5, 1.0, seed=0), 300)
+
+
+def test_dirichlet_follows_the_recipe():
+    """A second, plain writing of the recipe on the same stream of numbers."""
+    labels = np.repeat(np.arange(5), 101)
+    rng = np.random.default_rng((2, 0))
+    want: list[list[int]] = [[] for _ in range(6)]
+    for c in range(5):
+        rows = rng.permutation(np.flatnonzero(labels == c))
+        counts = [round(q * 101) for q in rng.dirichlet([0.5] * 6)]  # Python's round is half-even too
+        start = 0
+        for k in range(6):
+            stop = 101 if k == 5 else start + counts[k]
+            want[k] += rows[start:stop].tolist()
+            start = stop
+    got = partition.dirichlet(labels, 6, 0.5, seed=2, min_size=0)
+    assert [sorted(rows.tolist()) for rows in got] == [sorted(rows) for rows in want]
+
+
+def test_minimum_zero_allows_empty_clients():
+    parts = partition.dirichlet(BALANCED, 100, 0.01, seed=0, min_size=0)
+    assert_covers(parts, len(BALANCED))
+    assert sizes(parts).min() == 0
+
+
+def test_alpha_sets_the_skew():
+    few, many = (classes(partition.dirichlet(BALANCED, 20, a, seed=0), BALANCED).mean() for a in (0.05, 10.0))
+    assert few < 5
+    assert many == 10
+
+
+def test_cap_stops_clients_that_have_their_share():
+    # a client can pass P / K only with the class that takes it there
+    capped = sizes(partition.dirichlet_capped(BALANCED, 10, 0.5, seed=0))
+    assert capped.max() < 5000 + 5000
+    spread = [
+        np.mean([sizes(f(BALANCED, 10, 0.5, seed=s)).std() for s in range(8)])
+        for f in (partition.dirichlet_capped, partition.dirichlet)
+    ]
+    assert spread[0] < 0.8 * spread[1]
+
+
+@pytest.mark.parametrize(
+    ('beta', 'smallest', 'median', 'largest', 'std', 'fewest', 'mean'),
+    [
+        (0.3, (45, 110), (495, 525), (1050, 1500), (185, 245), (2, 2.5), (6.8, 7.4)),
+        (1.0, (180, 260), (500, 525), (760, 930), (95, 122), (3.4, 5.0), (8.9, 9.2)),
+    ],
+)
+def test_multiclass_statistics(beta, smallest, median, largest, std, fewest, mean):
+    rows = []
+    for seed in range(10):
+        parts = partition.dirichlet_multiclass(BALANCED, 100, beta, seed=seed)
+        n, c = sizes(parts), classes(parts, BALANCED)
+        assert n.min() >= 10
+        assert c.min() >= 2
+        rows.append((n.min(), np.median(n), n.max(), n.std(), c.min(), c.mean()))
+    for value, (low, high) in zip(np.mean(rows, 0), (smallest, median, largest, std, fewest, mean), strict=True):
+        assert low <= value <= high
+
+
+def test_multiclass_gives_up_with_advice():
+    with pytest.raises(RuntimeError, match='raise `alpha`'):
+        partition.dirichlet_multiclass(BALANCED[::50], 100, 0.01, seed=0, min_size=2, attempts=5)
+    with pytest.raises(ValueError, match='two classes'):
+        partition.dirichlet_multiclass(np.zeros(100, int), 4, 1.0, seed=0)
+
+
+@pytest.mark.parametrize(('count', 'c', 'holders'), [(10, 2, 20), (10, 5, 50), (100, 20, 20)])
+def test_shards_make_the_published_scenes(count, c, holders):
+    labels = np.repeat(np.arange(count), 50_000 // count)
+    parts = partition.shards(labels, 100, c, seed=0)
+    assert_covers(parts, 50_000)
+    assert set(sizes(parts)) == {500}
+    assert set(classes(parts, labels)) == {c}
+    held = np.array([np.bincount(labels[rows], minlength=count) for rows in parts])
+    assert set((held > 0).sum(0)) == {holders}
+    assert set(held[held > 0]) == {500 // c}
+
+
+def test_shards_of_unequal_classes():
+    labels = np.repeat(np.arange(4), [50, 41, 33, 60])
+    parts = partition.shards(labels, 7, 2, seed=0)
+    assert_covers(parts, len(labels))
+    assert set(classes(parts, labels)) == {2}
+
+
+def test_iid_and_natural():
+    parts = partition.iid(BALANCED, 7, seed=0)
+    assert_covers(parts, 50_000)
+    assert np.ptp(sizes(parts)) <= 1
+    assert classes(parts, BALANCED).min() == 10
+
+    parts = partition.natural(['b', 'a', 'b', ('c', 1), 'a'])
+    assert [rows.tolist() for rows in parts] == [[0, 2], [1, 4], [3]]
+    parts = partition.natural(np.array([7, 7, -1, 7]))
+    assert [rows.tolist() for rows in parts] == [[0, 1, 3], [2]]
+
+
+@pytest.mark.parametrize(
+    ('count', 'factor', 'total', 'tail'),
+    [(10, 50, 13_996, 100), (10, 100, 12_406, 50), (100, 50, 12_608, 10), (100, 100, 10_847, 5), (10, 1, 50_000, 5000)],
+)
+def test_long_tail_totals(count, factor, total, tail):
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(count), 50_000 // count))
+    keep = partition.long_tail(labels, factor, seed=0)
+    kept = np.bincount(labels[keep], minlength=count)
+    assert len(keep) == len(set(keep.tolist())) == total
+    assert kept[0] == 50_000 // count
+    assert kept[-1] == tail
+    assert (np.diff(kept) <= 0).all()
+    np.testing.assert_array_equal(keep, partition.long_tail(labels, factor, seed=0))
+    if factor > 1:
+        assert not np.array_equal(keep, partition.long_tail(labels, factor, seed=1))
+
+
+def test_long_tail_of_unequal_classes_keeps_what_there_is():
+    labels = np.repeat([0, 1, 2], [100, 5, 90])
+    kept = np.bincount(labels[partition.long_tail(labels, 4, seed=0)])
+    assert kept.tolist() == [100, 5, 25]
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (lambda: partition.dirichlet(BALANCED, 10, 0.0, seed=0), '`alpha` must be positive'),
+        (lambda: partition.dirichlet(BALANCED, 10, float('nan'), seed=0), '`alpha` must be positive'),
+        (lambda: partition.dirichlet_capped(BALANCED, 0, 0.1, seed=0), '`clients` must be at least 1'),
+        (lambda: partition.dirichlet_draws(BALANCED[:50], 6, 0.1, seed=0), '6 clients cannot have 10'),
+        (lambda: partition.dirichlet_multiclass(BALANCED, 10**4, 0.1, seed=0), 'Lower `clients` or `min_size`'),
+        (lambda: partition.dirichlet([-1, 0], 1, 0.1, seed=0, min_size=0), 'must not be negative'),
+        (lambda: partition.dirichlet([0.0, 1.0], 1, 0.1, seed=0, min_size=0), 'vector of integers'),
+        (lambda: partition.dirichlet([[0, 1]], 1, 0.1, seed=0, min_size=0), 'vector of integers'),
+        (lambda: partition.iid([], 1, seed=0), 'non-empty'),
+        (lambda: partition.iid([0, 1], 3, seed=0), '3 clients cannot have 1'),
+        (lambda: partition.natural([]), 'empty'),
+        (lambda: partition.shards(BALANCED, 100, 3, seed=0), 'do not divide'),
+        (lambda: partition.shards(BALANCED, 100, 0, seed=0), 'do not divide'),
+        (lambda: partition.shards(BALANCED, 4, 2, seed=0), 'cannot hold 10 classes'),
+        (lambda: partition.shards(np.arange(10).repeat(12), 100, 2, seed=0), 'lower `clients`'),
+        (lambda: partition.long_tail(BALANCED, 0.5, seed=0), 'at least 1'),
+        (lambda: partition.long_tail(BALANCED, 6000, seed=0), 'leaves nothing of class 9'),
+    ],
+)
+def test_impossible_requests_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

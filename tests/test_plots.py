@@ -1,0 +1,101 @@
+"""Figures show the numbers they were given, and leave matplotlib's global state alone."""
+
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip('matplotlib')
+
+from fedjax_nc import plots
+from fedjax_nc.data import federate
+
+
+@pytest.fixture
+def clients():
+    y = np.repeat([0, 1, 2], [9, 4, 1])
+    return federate(np.zeros((14, 1)), y, [range(9), [9, 10, 11], [12, 13]])
+
+
+def png(figure):
+    out = io.BytesIO()
+    figure.savefig(out, format='png')
+    return out.getvalue()
+
+
+def test_bubble_areas_are_proportional(clients):
+    figure = plots.class_distribution(clients, class_names=['cat', 'dog', 'eel'])
+    (discs,) = figure.axes[0].collections
+    np.testing.assert_array_equal(discs.get_offsets(), [[0, 0], [1, 1], [2, 1], [2, 2]])
+    np.testing.assert_allclose(discs.get_sizes() / discs.get_sizes()[2], [9, 3, 1, 1])
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ['cat', 'dog', 'eel']
+    assert png(figure).startswith(b'\x89PNG')
+
+
+def test_bars_stack_to_the_sizes(clients):
+    figure = plots.class_distribution(clients, 'bars')
+    blocks = [path.vertices for path in figure.axes[0].collections[0].get_paths()]
+    got = sorted((round(x.mean()), y.min(), y.max()) for x, y in (block[:4].T for block in blocks))
+    assert got == [(0, 0, 9), (1, 0, 3), (2, 0, 1), (2, 1, 2)]
+    assert png(figure)
+
+
+def test_many_classes_and_clients():
+    y = np.arange(4000) % 200
+    data = federate(np.zeros((4000, 1)), y, np.array_split(np.arange(4000), 150))
+    for kind in ('bubble', 'bars'):
+        assert png(plots.class_distribution(data, kind))
+
+
+def test_accuracy_curves():
+    rounds, seeds = np.arange(5), np.array([[0.1, 0.2, 0.3, 0.4, 0.5], [0.3, 0.4, 0.5, 0.6, 0.7]])
+    figure = plots.accuracy_curves({'FedAvg': (rounds, seeds[0]), 'FedETF': (rounds, seeds)}, title='digits')
+    axes = figure.axes[0]
+    assert [line.get_label() for line in axes.lines] == ['FedAvg', 'FedETF']
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), [10, 20, 30, 40, 50])
+    np.testing.assert_allclose(axes.lines[1].get_ydata(), [20, 30, 40, 50, 60])
+    (band,) = axes.collections  # only where there are seeds
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert heights.min() == pytest.approx(10)
+    assert heights.max() == pytest.approx(70)
+    assert axes.get_title() == 'digits'
+    assert png(figure)
+
+
+def test_twelve_curves_look_different():
+    figure = plots.accuracy_curves({str(i): ([1, 2], [0.1, 0.2]) for i in range(12)})
+    looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
+    assert len(looks) == 12
+    assert png(figure)
+
+
+def test_refusals(clients):
+    for call in (
+        lambda: plots.class_distribution(clients, 'pie'),
+        lambda: plots.class_distribution(clients, class_names=['a']),
+        lambda: plots.accuracy_curves({}),
+        lambda: plots.accuracy_curves({'a': ([1, 2], [0.1])}),
+    ):
+        with pytest.raises(ValueError, match=r'needs|needed|empty|must'):
+            call()
+
+
+def test_matplotlib_comes_late_and_pyplot_never():
+    program = """
+import sys
+import numpy as np
+from fedjax_nc import plots
+assert 'matplotlib' not in sys.modules
+plots.accuracy_curves({'a': ([1], [0.5])})
+assert 'matplotlib.pyplot' not in sys.modules
+sys.modules['matplotlib.figure'] = None
+try:
+    plots.accuracy_curves({'a': ([1], [0.5])})
+except ImportError as error:
+    assert 'fedjax_nc[examples]' in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, '-c', program], check=True)
