@@ -4,3 +4,20 @@ An algorithm is a record of pure functions written for one client; `simulate` ow
 happens, training or personalisation, is a round.
 """
 
+from fedjax_nc import aggregators as aggregators
+from fedjax_nc import algorithms as algorithms
+from fedjax_nc import base as base
+from fedjax_nc import data as data
+from fedjax_nc import evaluate as evaluate
+from fedjax_nc import heads as heads
+from fedjax_nc import local as local
+from fedjax_nc import losses as losses
+from fedjax_nc import models as models
+from fedjax_nc import objective as objective
+from fedjax_nc import plots as plots
+from fedjax_nc import recipes as recipes
+from fedjax_nc import simulate as simulate
+from fedjax_nc import training as training
+from fedjax_nc import tree as tree
+
+__version__ = '0.1.0'

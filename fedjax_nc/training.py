@@ -39,7 +39,7 @@ class Run(NamedTuple):
     state: State
     history: list[Row]  # one row a round: round, loss, padded_work, seconds, and metrics where evaluated
     compile_seconds: float
-    rounds_per_second: float  # without compilation and evaluation; NaN if no round was run
+    rounds_per_second: float  # of the whole history, without compilation and evaluation
 
 
 def run(
@@ -54,6 +54,7 @@ def run(
     rounds_per_call: int = 1,
     evaluate: Evaluate | None = None,
     eval_every: int = 1,
+    eval_last: int = 5,
     out: str | Path | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
@@ -74,8 +75,9 @@ def run(
       cohort: clients a round; all by default.
       chunk: clients side by side; see `simulate.make_round`.
       rounds_per_call: rounds compiled into one call; saves dispatch when rounds are very short.
-      evaluate: metrics of a state, called every `eval_every` rounds and after the last.
+      evaluate: metrics of a state.
       eval_every: rounds between evaluations.
+      eval_last: how many of the last rounds are evaluated whatever `eval_every` says: papers report their mean.
       out: directory for `metrics.jsonl`, `metrics.csv` and `checkpoints/`; nothing is written without it.
       checkpoint_every: rounds between checkpoints; by default as often as evaluation. The last state is always saved.
       resume: continue from the newest checkpoint in `out`, or begin if there is none.
@@ -88,11 +90,9 @@ def run(
       DivergedError: when training turns NaN; it names the round, and the last good checkpoint stays.
       CheckpointError: if the newest checkpoint is damaged or belongs to another run.
     """
-    checkpoint_every = checkpoint_every or eval_every
-    for what, number in {
-        'rounds': rounds, 'rounds_per_call': rounds_per_call, 'eval_every': eval_every,
-        'checkpoint_every': checkpoint_every,
-    }.items():  # fmt: skip
+    every = eval_every if checkpoint_every is None else checkpoint_every
+    numbers = {'rounds': rounds, 'rounds_per_call': rounds_per_call, 'eval_every': eval_every, 'checkpoint_every': every}
+    for what, number in numbers.items():
         if number < 1:
             raise ValueError(f'{what} must be at least 1, not {number}')
     if resume and out is None:
@@ -107,10 +107,17 @@ def run(
 
     step = simulate.compiled(simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=chunk)))
     executables: dict[int, Any] = {}
-    compile_seconds = spent = 0.0
+    compile_seconds = 0.0
+
+    def evaluated(round: int) -> bool:
+        return evaluate is not None and (round % eval_every == 0 or round > rounds - eval_last)
+
+    def due(round: int) -> bool:
+        return evaluated(round) or round % every == 0
+
     first = len(history)
     with tqdm(total=rounds, initial=first, desc=name, unit='round', disable=not progress, leave=True) as bar:
-        for start, stop in calls(first, rounds, rounds_per_call, eval_every, checkpoint_every):
+        for start, stop in calls(first, rounds, rounds_per_call, due):
             keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(start, stop))
             if stop - start not in executables:
                 begin = time.perf_counter()
@@ -120,38 +127,44 @@ def run(
             state, report = executables[stop - start](keys, state, data)
             report = jax.device_get((report.loss, report.padded_work, report.finite))
             seconds = time.perf_counter() - begin
-            spent += seconds
             for i, (loss, padded, finite) in enumerate(zip(*report, strict=True)):
                 if not (math.isfinite(loss) and finite):
                     raise DivergedError(diverged(start + i + 1, files))
                 history.append({'round': start + i + 1, 'loss': float(loss), 'padded_work': float(padded),
                                 'seconds': seconds / (stop - start)})  # fmt: skip
-            if evaluate is not None and (stop % eval_every == 0 or stop == rounds):
+            if evaluate is not None and evaluated(stop):
                 history[-1] |= {k: float(v) for k, v in jax.device_get(evaluate(state)).items()}
             if files is not None:
                 files.log(history[start:stop])
-                if stop % checkpoint_every == 0 or stop == rounds:
+                if stop % every == 0 or stop == rounds:
                     files.save(stop, state, history)
-            bar.set_postfix(shown(history, (stop - first) / spent), refresh=False)
+            bar.set_postfix(shown(history), refresh=False)
             bar.update(stop - start)
-    return Run(state, history, compile_seconds, (len(history) - first) / spent if spent else math.nan)
+    return Run(state, history, compile_seconds, speed(history))
 
 
-def calls(first: int, rounds: int, at_most: int, *stops: int) -> Iterator[tuple[int, int]]:
-    """Cuts the rounds `[first, rounds)` into calls that end at every multiple of each of `stops`."""
+def calls(first: int, rounds: int, at_most: int, due: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
+    """Cuts the rounds `[first, rounds)` into calls that end wherever something is due."""
     while first < rounds:
-        ends = [first + at_most, rounds, *((first // n + 1) * n for n in stops)]
-        yield first, min(ends)
-        first = min(ends)
+        stop = first + 1
+        while stop < min(first + at_most, rounds) and not due(stop):
+            stop += 1
+        yield first, stop
+        first = stop
 
 
-def shown(history: list[Row], rate: float) -> dict[str, str]:
+def speed(history: list[Row]) -> float:
+    """Rounds per second."""
+    return len(history) / sum(row['seconds'] for row in history)
+
+
+def shown(history: list[Row]) -> dict[str, str]:
     """What the progress bar says after its own counters."""
     text = {'loss': f'{history[-1]["loss"]:.3f}'}
     seen = [row['accuracy'] for row in history if 'accuracy' in row]
     if seen:
         text['accuracy'] = f'{seen[-1]:.3f}'
-    return {**text, 'rounds/s': f'{rate:.2f}'}
+    return {**text, 'rounds/s': f'{speed(history):.2f}'}
 
 
 def diverged(round: int, files: 'Files | None') -> str:
@@ -219,7 +232,8 @@ class Files:
         advice = f'remove {place} to continue from the checkpoint before it, or begin again elsewhere'
         try:
             with self.manager() as manager:
-                wanted = {str(i): jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for i, u in enumerate(leaves)}
+                shapes = [jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for u in leaves]
+                wanted = {str(i): shape for i, shape in enumerate(shapes)}
                 args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), history=ocp.args.JsonRestore())
                 found = manager.restore(newest, args=args)
             history, values = found['history'], [found['state'][str(i)] for i in range(len(leaves))]

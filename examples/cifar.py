@@ -1,0 +1,192 @@
+"""One federated run on CIFAR-10, CIFAR-100 or digits. The defaults are FedETF's published setting for CIFAR-10.
+
+    python examples/cifar.py --data-dir ~/data --out runs/fedetf
+    python examples/cifar.py --algorithm fedavg --dataset digits --rounds 30 --out runs/digits
+
+Writes into --out: config.json, metrics.jsonl, metrics.csv, summary.json, accuracy.png and checkpoints/.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_nc import data, evaluate, local, models, plots, recipes, simulate, training
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    'mlp': models.MLP,
+    'cnn': models.CNN,
+    'cnn_mcmahan': models.McMahanCNN,
+    'resnet20': models.ResNet20,
+    'resnet18': models.ResNet18,
+}
+MODEL = {'cifar10': 'resnet20', 'cifar100': 'resnet20', 'digits': 'mlp'}
+LR = {'cifar10': 0.04, 'cifar100': 0.01, 'digits': 0.02}
+SCALE = {'cnn': 10.0}  # FedETF's first temperature, 1 for the other models
+FREE = ('out', 'resume', 'rounds', 'data_dir', 'eval_every', 'clients_per_chunk')  # may differ when a run is resumed
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends with one line instead of the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'{self.prog}: error: {message}\n')
+
+
+def number(kind: type, low: float, high: float = float('inf'), open_low: bool = False) -> Callable[[str], Any]:
+    """A parser of numbers in a range."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f'{text!r} is not a {"whole " if kind is int else ""}number') from None
+        if not low <= value <= high or (open_low and value == low):
+            above = f'above {low:g}' if open_low else f'at least {low:g}'
+            bound = above + (f' and at most {high:g}' if high < float('inf') else '')
+            raise argparse.ArgumentTypeError(f'{text} is out of range, it must be {bound}')
+        return value
+
+    return parse
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    count, positive = number(int, 1), number(float, 0, open_low=True)
+    parser = Parser(prog='cifar.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--dataset', choices=list(MODEL), default='cifar10')
+    parser.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
+    parser.add_argument('--algorithm', choices=list(recipes.RECIPES), default='fedetf')
+    parser.add_argument('--model', choices=list(MODELS), help='by default resnet20, and mlp for digits')
+    parser.add_argument('--norm', choices=['batch', 'group'], default='batch', help='of the ResNets')
+    parser.add_argument('--clients', type=count, default=20)
+    parser.add_argument('--participation', type=number(float, 0, 1, open_low=True), default=1.0, help='share a round')
+    parser.add_argument('--alpha', type=positive, default=0.1, help='of the Dirichlet partition')
+    parser.add_argument('--rounds', type=count, default=200)
+    parser.add_argument('--local-epochs', type=count, default=3)
+    parser.add_argument('--batch-size', type=count, default=128)
+    parser.add_argument('--lr', type=positive, help='by default 0.04, 0.01 for cifar100 and 0.02 for digits')
+    parser.add_argument('--seed', type=number(int, 0, 2**31 - 1), default=0)
+    parser.add_argument('--clients-per-chunk', type=count, help='clients side by side; chosen for the device by default')
+    parser.add_argument('--precision', choices=['float32', 'bfloat16'], default='float32')
+    parser.add_argument('--eval-every', type=count, default=1)
+    parser.add_argument('--max-examples', type=count, help='use a class-balanced part of the training set')
+    parser.add_argument('--out', type=Path, default=Path('runs/cifar'))
+    parser.add_argument('--resume', action='store_true', help='continue the run in --out, or begin it')
+    args = parser.parse_args(argv)
+    args.model = args.model or MODEL[args.dataset]
+    args.lr = args.lr or LR[args.dataset]
+    return args
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Writes config.json, or checks it against the run that is resumed."""
+    config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != 'resume'}
+    path = args.out / 'config.json'
+    if path.exists():
+        if not args.resume:
+            raise ValueError(f'{args.out} already holds a run: add --resume, or choose another --out')
+        before = json.loads(path.read_text())
+        changed = [k for k, v in config.items() if k not in FREE and before.get(k) != v]
+        if changed:
+            said = ', '.join(f'{k} was {before.get(k)} and is now {config[k]}' for k in changed)
+            raise ValueError(f'the run in {args.out} has other settings: {said}')
+    write(path, config)
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """JSON, written beside its place and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix('.tmp')
+    temporary.write_text(json.dumps(content, indent=2) + '\n')
+    os.replace(temporary, path)
+
+
+def load(args: argparse.Namespace) -> tuple[data.Dataset, Any, Any]:
+    """The data set, the clients' training data and their local tests."""
+    dataset = data.load_dataset(args.dataset, args.data_dir)
+    if args.max_examples is not None:
+        dataset = data.subset(dataset, args.max_examples, args.seed)
+    parts = data.dirichlet(dataset.y_train, args.clients, args.alpha, seed=args.seed)
+    clients = data.federate(dataset.x_train, dataset.y_train, parts, dataset.num_classes)
+    return dataset, *data.split(clients, 0.3, seed=args.seed)
+
+
+def build(args: argparse.Namespace) -> recipes.Recipe:
+    norm = {'norm': args.norm} if args.model.startswith('resnet') else {}
+    module = MODELS[args.model](dtype=jnp.dtype(args.precision), **norm)
+    plan = local.Plan(args.batch_size, args.local_epochs)
+    scale = SCALE.get(args.model, 1.0)
+    return recipes.RECIPES[args.algorithm](models.from_flax(module), local.sgd(args.lr), plan, scale)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    args = arguments(argv)
+    cohort = max(1, round(args.participation * args.clients))
+    dataset, train, test = load(args)
+    recipe = build(args)
+    k_init, k_train, k_tune = jax.random.split(jax.random.key(args.seed), 3)
+    state = simulate.init(recipe.train, k_init, train)
+    settle(args)
+
+    x_test, y_test = jnp.asarray(dataset.x_test), jnp.asarray(dataset.y_test)
+
+    def general(state: Any) -> dict[str, Any]:
+        table = evaluate.generic(recipe.train, state, x_test, y_test, dataset.num_classes)
+        return {'accuracy': evaluate.accuracy(table)}
+
+    run = training.run(
+        recipe.train, k_train, state, train, rounds=args.rounds, cohort=cohort, chunk=args.clients_per_chunk,
+        evaluate=general, eval_every=args.eval_every, out=args.out, resume=args.resume, name=args.algorithm,
+    )  # fmt: skip
+    before = evaluate.over_clients(evaluate.per_client(recipe.train, run.state, test, personal=False))
+    state = simulate.join(recipe.personalize, k_tune, run.state.server, args.clients)
+    tune = simulate.compiled(simulate.make_round(recipe.personalize, chunk=args.clients_per_chunk))
+    state, report = tune(k_tune, state, train)
+    if not bool(jnp.all(jnp.isfinite(report.info.loss))):
+        raise training.DivergedError('fine-tuning the personal models diverged: lower the learning rate')
+    after = evaluate.over_clients(evaluate.per_client(recipe.personalize, state, test))
+
+    summary = {
+        'algorithm': args.algorithm,
+        'dataset': args.dataset,
+        'rounds': args.rounds,
+        'global_accuracy': run.history[-1]['accuracy'],
+        'global_accuracy_last5': training.last_mean(run.history),
+        'personal_accuracy': float(after.mean),
+        'personal_accuracy_std': float(after.std),
+        'personal_accuracy_before': float(before.mean),
+        'personal_accuracy_before_std': float(before.std),
+        'personal_accuracy_low': float(after.low),
+        'rounds_per_second': run.rounds_per_second,
+        'compile_seconds': run.compile_seconds,
+        'padded_work_share': float(np.mean([row['padded_work'] for row in run.history])),
+        'device': jax.devices()[0].device_kind,
+        'jax': jax.__version__,
+    }
+    write(args.out / 'summary.json', summary)
+    seen = [(row['round'], row['accuracy']) for row in run.history if 'accuracy' in row]
+    curve = {args.algorithm: tuple(np.array(column) for column in zip(*seen, strict=True))}
+    title = f'{args.dataset}, {args.clients} clients, Dirichlet({args.alpha:g})'
+    plots.accuracy_curves(curve, title=title).savefig(args.out / 'accuracy.png', dpi=150)
+    for name in ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy_before', 'personal_accuracy'):
+        print(f'{name:26} {100 * summary[name]:6.2f} %')
+    print(f'{"rounds_per_second":26} {summary["rounds_per_second"]:6.2f}\nwritten to {args.out}')
+    return summary
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except (
+        ValueError, ImportError, OSError,
+        data.DatasetUnavailableError, training.DivergedError, training.CheckpointError,
+    ) as problem:  # fmt: skip
+        sys.exit(f'cifar.py: error: {" ".join(str(problem).split())}')
