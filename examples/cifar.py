@@ -74,7 +74,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--batch-size', type=count, default=128)
     parser.add_argument('--lr', type=positive, help='by default 0.04, 0.01 for cifar100 and 0.02 for digits')
     parser.add_argument('--seed', type=number(int, 0, 2**31 - 1), default=0)
-    parser.add_argument('--clients-per-chunk', type=count, help='clients side by side; chosen for the device by default')
+    parser.add_argument(
+        '--clients-per-chunk', type=count, help='clients side by side; chosen for the device by default'
+    )
     parser.add_argument('--precision', choices=['float32', 'bfloat16'], default='float32')
     parser.add_argument('--eval-every', type=count, default=1)
     parser.add_argument('--max-examples', type=count, help='use a class-balanced part of the training set')

@@ -59,7 +59,9 @@ def main() -> None:
         for name, runs in results.items():
             runs.append(play(name, seed, args.rounds, digits, parts))
 
-    print(f'\nHandwritten digits, {CLIENTS} clients, Dirichlet({ALPHA}), {COHORT} clients a round, {args.rounds} rounds,')
+    print(
+        f'\nHandwritten digits, {CLIENTS} clients, Dirichlet({ALPHA}), {COHORT} clients a round, {args.rounds} rounds,'
+    )
     print(f'accuracy in %, mean and standard deviation over {args.seeds} seeds\n')
     print(f'{"":30}' + ''.join(f'{name:>16}' for name in results))
     for row in [key for key in results['fedavg'][0] if key != 'curve']:

@@ -20,7 +20,7 @@ class Shard(NamedTuple):
 
     x: Array  # [P, ...] the pool
     y: Array  # [P] int32
-    index: Array  # [N] int32 rows of the pool; the first `size` are real
+    index: Array  # type: ignore[assignment]  # [N] int32 rows of the pool; the first `size` are real
     size: Array  # [] int32
     counts: Array  # [C] int32, how many examples of each class the client holds
 
@@ -33,7 +33,7 @@ class FederatedData(NamedTuple):
 
     x: Array  # [P, ...] images stay uint8
     y: Array  # [P] int32 in [0, C)
-    index: Array  # [K, N] int32 rows of the pool; the first `size[k]` are real, the others arbitrary
+    index: Array  # type: ignore[assignment]  # [K, N] int32 rows of the pool; the first `size[k]` are real
     size: Array  # [K] int32
     counts: Array  # [K, C] int32 label histograms
 
@@ -55,12 +55,12 @@ class FederatedData(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Everything that a loss may look at."""
+    """Everything that a loss may look at; predictions have `x` alone."""
 
     x: Array  # [B, ...]
-    y: Array | None = None  # [B] int32
-    mask: Array | None = None  # [B] bool, False for padding
-    counts: Array | None = None  # [C] label histogram of the client's training data
+    y: Array = None  # type: ignore[assignment]  # [B] int32
+    mask: Array = None  # type: ignore[assignment]  # [B] bool, False for padding; None means no padding
+    counts: Array = None  # type: ignore[assignment]  # [C] label histogram of the client's training data
     key: Array | None = None  # None means evaluation: no augmentation, no dropout, running statistics
 
 

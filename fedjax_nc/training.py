@@ -91,7 +91,12 @@ def run(
       CheckpointError: if the newest checkpoint is damaged or belongs to another run.
     """
     every = eval_every if checkpoint_every is None else checkpoint_every
-    numbers = {'rounds': rounds, 'rounds_per_call': rounds_per_call, 'eval_every': eval_every, 'checkpoint_every': every}
+    numbers = {
+        'rounds': rounds,
+        'rounds_per_call': rounds_per_call,
+        'eval_every': eval_every,
+        'checkpoint_every': every,
+    }
     for what, number in numbers.items():
         if number < 1:
             raise ValueError(f'{what} must be at least 1, not {number}')
@@ -238,7 +243,9 @@ class Files:
                 found = manager.restore(newest, args=args)
             history, values = found['history'], [found['state'][str(i)] for i in range(len(leaves))]
         except Exception as error:
-            raise CheckpointError(f'cannot read the checkpoint {place} as one of this run: {error}; {advice}') from error
+            raise CheckpointError(
+                f'cannot read the checkpoint {place} as one of this run: {error}; {advice}'
+            ) from error
         if len(history) != newest or any(v.shape != u.shape for u, v in zip(leaves, values, strict=True)):
             raise CheckpointError(f'the checkpoint {place} belongs to another run; {advice}')
         self.rewrite(history)

@@ -1,5 +1,5 @@
-import toys
 import pytest
+import toys
 
 from fedjax_nc.base import FederatedData
 

@@ -43,6 +43,11 @@ def value_and_gradients(conv, strides, padding):
     return all_three
 
 
+def ones_back(f, *args):
+    y, back = jax.vjp(f, *args)
+    return (y, *back(jnp.ones_like(y)))
+
+
 def assert_close(got, want, tolerance=2e-5):
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape
@@ -89,8 +94,7 @@ def test_training_in_loops_equals_native(conv, vmapped):
 def test_bfloat16_sums_in_float32(conv):
     # 5 * 5 * 40 ones: a bfloat16 accumulator would stop at 256.
     x, k = jnp.ones((1, 7, 7, 40), jnp.bfloat16), jnp.ones((5, 5, 40, 2), jnp.bfloat16)
-    y, back = jax.vjp(lambda x, k: run(conv, x, k, padding='VALID'), x, k)
-    dx, dk = back(jnp.ones_like(y))
+    y, dx, dk = jax.jit(lambda x, k: ones_back(lambda x, k: run(conv, x, k, padding='VALID'), x, k))(x, k)
     assert y.dtype == dx.dtype == dk.dtype == jnp.bfloat16
     assert float(y[0, 0, 0, 0]) == 1000
     assert float(dx[0, 3, 3, 0]) == 18

@@ -56,9 +56,9 @@ def test_gradient_at_zero_logits_is_the_prior():
 @pytest.mark.parametrize('absent', ['floor', 'mask'])
 def test_one_class_client_has_finite_loss_and_gradient(absent):
     counts = np.array([0, 30, 0, 0])
-    value, g = jax.value_and_grad(
-        lambda z: losses.balanced_softmax(z, np.array([1]), counts, absent=absent).sum()
-    )(jnp.asarray(LOGITS[:1]))
+    value, g = jax.value_and_grad(lambda z: losses.balanced_softmax(z, np.array([1]), counts, absent=absent).sum())(
+        jnp.asarray(LOGITS[:1])
+    )
     assert np.isfinite(value)
     assert np.isfinite(g).all()
 

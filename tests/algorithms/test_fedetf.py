@@ -41,7 +41,7 @@ def gradients(p, x, y, prior):
 
 def descend(p, moving, x, y, prior, epochs=EPOCHS, lr=LR, momentum=MOMENTUM, decay=DECAY):
     """Gradient descent on some of the parameters; the others do not move, nor decay."""
-    p, m = dict(p), {name: 0.0 for name in moving}
+    p, m = dict(p), dict.fromkeys(moving, 0.0)
     for _ in range(epochs):
         g = gradients(p, x, y, prior)
         for name in moving:
@@ -75,7 +75,9 @@ def test_one_round(data, gamma, absent, dim):
     ids = [0, 2, 5, 7]
     after, _ = jax.jit(simulate.make_round(algorithm, chunk=2))(toys.KEY, state, data, jnp.asarray(ids))
     start = flat(state.server.variables)
-    ends = [descend(start, ('u', 'w', 'b', 'beta'), *toys.examples(data, k), prior(data, k, gamma, absent)) for k in ids]
+    ends = [
+        descend(start, ('u', 'w', 'b', 'beta'), *toys.examples(data, k), prior(data, k, gamma, absent)) for k in ids
+    ]
     weights = np.asarray(data.size, np.float64)[ids]
     want = {name: np.average(np.stack([e[name] for e in ends]), axis=0, weights=weights) for name in start}
     close(flat(after.server.variables), want)

@@ -1,0 +1,128 @@
+"""Scripts and README as a user meets them."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / 'README.md').read_text()
+
+
+def script(*args, timeout=300):
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def cifar(out, *args):
+    return script('examples/cifar.py', '--dataset', 'digits', '--clients', 6, '--batch-size', 32, '--out', out, *args)
+
+
+def test_quickstart_prints_a_table_and_writes_its_pictures(tmp_path):
+    done = script('examples/quickstart.py', '--seeds', 1, '--rounds', 3, '--out', tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r'general, last 5 rounds +\d+\.\d ± +\d+\.\d +\d+\.\d ± +\d+\.\d\n', done.stdout)
+    for name in ('accuracy.png', 'clients.png'):
+        assert (tmp_path / name).read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp('run') / 'deep' / 'run'
+    done = cifar(out, '--rounds', 6, '--participation', 0.5, '--eval-every', 2)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_cifar_writes_its_files(finished):
+    assert {p.name for p in finished.iterdir()} == {
+        'config.json', 'metrics.jsonl', 'metrics.csv', 'summary.json', 'accuracy.png', 'checkpoints',
+    }  # fmt: skip
+    summary = json.loads((finished / 'summary.json').read_text())
+    assert summary['algorithm'] == 'fedetf'
+    assert summary['rounds'] == 6
+    shares = ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy', 'personal_accuracy_std',
+              'padded_work_share')  # fmt: skip
+    assert all(0 <= summary[name] <= 1 for name in shares)
+    assert summary['rounds_per_second'] > 0
+    assert summary['compile_seconds'] > 0
+    rows = [json.loads(line) for line in (finished / 'metrics.jsonl').read_text().splitlines()]
+    seen = [row['accuracy'] for row in rows if 'accuracy' in row]
+    assert len(rows) == 6
+    np.testing.assert_allclose(summary['global_accuracy_last5'], np.mean(seen[-5:]))
+    assert json.loads((finished / 'config.json').read_text())['model'] == 'mlp'
+
+
+def test_cifar_resumes_to_the_uninterrupted_run(finished, tmp_path):
+    settings = ('--participation', 0.5, '--eval-every', 2)
+    assert cifar(tmp_path / 'a', '--rounds', 2, *settings).returncode == 0
+    done = cifar(tmp_path / 'a', '--rounds', 6, *settings, '--resume')
+    assert done.returncode == 0, done.stderr
+    whole, resumed = (json.loads((d / 'summary.json').read_text()) for d in (finished, tmp_path / 'a'))
+    for name in ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy', 'personal_accuracy_std'):
+        assert whole[name] == resumed[name]
+
+
+@pytest.mark.parametrize(
+    ('args', 'said'),
+    [
+        (['--alpha', '0'], 'argument --alpha: 0 is out of range'),
+        (['--algorithm', 'fedfoo'], 'invalid choice'),
+        (['--clients', '500'], '500 clients cannot have 10 examples each'),
+        (['--model', 'cnn'], 'at least 18x18'),
+        (['--dataset', 'cifar10', '--data-dir', 'NOWHERE/data'], 'cifar-10-binary.tar.gz'),
+        (['--rounds', '2', '--lr', '1e30'], 'diverged in round 1'),
+    ],
+)
+def test_bad_arguments_end_with_one_line(tmp_path, args, said, monkeypatch):
+    monkeypatch.setenv('https_proxy', 'http://127.0.0.1:9')  # no network, wherever this runs
+    args = [a.replace('NOWHERE', str(tmp_path)) for a in args]
+    done = cifar(tmp_path / 'out', '--rounds', 2, *args)
+    assert done.returncode != 0
+    assert 'Traceback' not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith('cifar.py: error: ')
+    assert said in last
+
+
+def test_a_run_is_never_overwritten_nor_resumed_with_other_settings(finished):
+    before = (finished / 'summary.json').read_bytes()
+    assert 'already holds a run' in cifar(finished).stderr
+    other = cifar(finished, '--resume', '--participation', 0.5, '--alpha', 7)
+    assert 'alpha was 0.1 and is now 7.0' in other.stderr
+    assert other.returncode != 0
+    assert (finished / 'summary.json').read_bytes() == before
+
+
+def blocks(language):
+    return re.findall(rf'```{language}\n(.*?)```', README, re.DOTALL)
+
+
+def test_readme_program_runs(capsys):
+    namespace: dict = {}
+    exec(blocks('python')[0], namespace)
+    general, personal = namespace['general'], namespace['personal']
+    assert general > 0.8
+    assert personal.mean > 0.9
+
+
+def test_readme_shows_the_whole_of_fedprox():
+    source = (ROOT / 'fedjax_nc/algorithms/fedprox.py').read_text()
+    assert source.split('"""\n', 2)[-1].strip() in README or source.strip() in README
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    command = next(line for line in README.splitlines() if line.startswith('python3 -m venv') and 'pytest' in line)
+    assert command in (ROOT / '.ci/run').read_text().splitlines()
+
+
+def test_importing_the_package_is_light():
+    check = (
+        'import sys, fedjax_nc; '
+        "print([m for m in ('tensorflow_datasets', 'tensorflow', 'matplotlib', 'sklearn', 'torch') if m in sys.modules])"
+    )
+    assert script('-c', check).stdout.strip() == '[]'

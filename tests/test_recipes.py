@@ -1,0 +1,21 @@
+import jax
+import numpy as np
+import pytest
+import toys
+
+from fedjax_nc import recipes, simulate
+
+
+@pytest.mark.parametrize('name', recipes.RECIPES)
+def test_recipe_trains_and_then_personalises(data, name):
+    recipe = recipes.RECIPES[name](toys.tiny, toys.opt, toys.PLAN, 2.0)
+    run, state = jax.jit(simulate.make_round(recipe.train)), simulate.init(recipe.train, toys.KEY, data)
+    seen = []
+    for t in range(3):
+        state, report = run(jax.random.fold_in(toys.KEY, t), state, data)
+        seen.append(float(report.loss))
+    assert seen[-1] < seen[0]
+    own = simulate.join(recipe.personalize, toys.KEY, state.server, data.num_clients)
+    tuned, report = jax.jit(simulate.make_round(recipe.personalize))(toys.KEY, own, data)
+    assert np.isfinite(report.loss)
+    assert jax.tree.leaves(tuned.clients)[0].shape[0] == 8
