@@ -92,7 +92,7 @@ def make_round(algorithm: Algorithm, *, cohort: int | None = None, chunk: int | 
             weights = jnp.where(ids < population, jnp.take(data.size, ids, mode='clip'), 0).astype(jnp.float32)
             partial = (algorithm.aggregate.partial(messages, weights, slots, cohort_size),
                        jnp.sum(weights), jnp.sum(jnp.sign(weights)))  # fmt: skip
-            paid = lanes * jnp.max(info.slots)
+            paid = lanes * jnp.max(info.slots).astype(jnp.float32)
             return tree.put(clients, ids, new), partial, (info, paid)
 
         def body(carry: Tree, chunk_ids: tuple[Array, Array]) -> tuple[Tree, Tree]:
@@ -141,7 +141,7 @@ def report(server: Tree, ids: Array, info: Info, paid: Array) -> Report:
     examples = info.examples.astype(jnp.float32)
     visited = jnp.sum(examples)
     loss = jnp.sum(jnp.where(examples > 0, info.loss * examples, 0.0)) / jnp.maximum(visited, 1.0)
-    padded = 1.0 - visited / jnp.maximum(paid.astype(jnp.float32), 1.0)
+    padded = 1.0 - visited / jnp.maximum(paid, 1.0)
     finite = [jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(server) if jnp.issubdtype(u.dtype, jnp.inexact)]
     return Report(loss, padded, jnp.all(jnp.stack(finite)), ids, info)
 

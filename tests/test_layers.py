@@ -163,7 +163,8 @@ def test_max_pool_shows_nan_and_keeps_the_type():
     x = jnp.zeros((1, 4, 4, 1), jnp.bfloat16).at[0, 1, 1, 0].set(jnp.nan)
     y = layers.max_pool(x, 2)
     assert y.dtype == jnp.bfloat16
-    assert bool(jnp.isnan(y[0, 0, 0, 0])) and int(jnp.isnan(y).sum()) == 1
+    assert bool(jnp.isnan(y[0, 0, 0, 0]))
+    assert int(jnp.isnan(y).sum()) == 1
 
 
 def test_global_average_pool_sums_in_float32():
