@@ -30,7 +30,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 MODEL = {'cifar10': 'resnet20', 'cifar100': 'resnet20', 'digits': 'mlp'}
 LR = {'cifar10': 0.04, 'cifar100': 0.01, 'digits': 0.02}
-SCALE = {'cnn': 10.0}  # FedETF's first temperature, 1 for the other models
+ETF = {'cnn': {'dim': 64, 'scale': 10.0}}  # FedETF's frame and first temperature; C and 1 for the other models
 FREE = ('out', 'resume', 'rounds', 'data_dir', 'eval_every', 'clients_per_chunk')  # may differ when a run is resumed
 
 
@@ -125,8 +125,8 @@ def build(args: argparse.Namespace) -> recipes.Recipe:
     norm = {'norm': args.norm} if args.model.startswith('resnet') else {}
     module = MODELS[args.model](dtype=jnp.dtype(args.precision), **norm)
     plan = local.Plan(args.batch_size, args.local_epochs)
-    scale = SCALE.get(args.model, 1.0)
-    return recipes.RECIPES[args.algorithm](models.from_flax(module), local.sgd(args.lr), plan, scale)
+    etf = ETF.get(args.model, {})
+    return recipes.RECIPES[args.algorithm](models.from_flax(module), local.sgd(args.lr), plan, **etf)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def play(name: str, seed: int, rounds: int, digits: data.Dataset, parts: list[np
     """Trains one method, makes the personal models, and returns its accuracies."""
     clients = data.federate(digits.x_train, digits.y_train, parts, digits.num_classes)
     train, test = data.split(clients, 0.3, seed=seed)
-    recipe = recipes.RECIPES[name](models.from_flax(models.MLP((64, 64))), local.sgd(LR), PLAN, SCALE)
+    recipe = recipes.RECIPES[name](models.from_flax(models.MLP((64, 64))), local.sgd(LR), PLAN, scale=SCALE)
 
     def general(state):
         table = evaluate.generic(recipe.train, state, digits.x_test, digits.y_test, digits.num_classes)

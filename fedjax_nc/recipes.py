@@ -17,28 +17,34 @@ class Recipe(NamedTuple):
     personalize: Algorithm  # a stage of one round on all clients
 
 
-def fedavg_recipe(model: Model, client_opt: ClientOptimizer, plan: Plan, scale: float) -> Recipe:
+def fedavg_recipe(
+    model: Model, client_opt: ClientOptimizer, plan: Plan, *, dim: int | None = None, scale: float = 1.0
+) -> Recipe:
     """FedAvg with a linear head; one more local update makes the personal models."""
     task = objective(model, heads.linear(), losses.cross_entropy)
     return Recipe(fedavg.algorithm(task, client_opt, plan=plan), finetune.algorithm(task, client_opt, plan=plan))
 
 
-def fedprox_recipe(model: Model, client_opt: ClientOptimizer, plan: Plan, scale: float) -> Recipe:
+def fedprox_recipe(
+    model: Model, client_opt: ClientOptimizer, plan: Plan, *, dim: int | None = None, scale: float = 1.0
+) -> Recipe:
     """FedProx at mu = 0.001, as FedETF's comparison ran it."""
-    base = fedavg_recipe(model, client_opt, plan, scale)
+    base = fedavg_recipe(model, client_opt, plan)
     task = objective(model, heads.linear(), losses.cross_entropy)
     return base._replace(train=fedprox.algorithm(task, client_opt, mu=0.001, plan=plan))
 
 
-def fedetf_recipe(model: Model, client_opt: ClientOptimizer, plan: Plan, scale: float) -> Recipe:
+def fedetf_recipe(
+    model: Model, client_opt: ClientOptimizer, plan: Plan, *, dim: int | None = None, scale: float = 1.0
+) -> Recipe:
     """FedETF with both stages of personalisation, 20 turns of classifier and projection."""
-    train = fedetf.algorithm(model, client_opt, scale=scale, plan=plan)
+    train = fedetf.algorithm(model, client_opt, dim=dim, scale=scale, plan=plan)
     return Recipe(train, fedetf.personalize(model, client_opt, plan=plan))
 
 
-RECIPES: dict[str, Callable[[Model, ClientOptimizer, Plan, float], Recipe]] = {
+RECIPES: dict[str, Callable[..., Recipe]] = {
     'fedavg': fedavg_recipe,
     'fedprox': fedprox_recipe,
     'fedetf': fedetf_recipe,
 }
-"""(model, client optimizer, plan, first temperature of an ETF) -> recipe."""
+"""(model, client_opt, plan, *, dim, scale) -> recipe; the last two are an ETF's dimension and first temperature."""

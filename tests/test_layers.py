@@ -58,8 +58,8 @@ def assert_close(got, want, tolerance=2e-5):
 @pytest.mark.parametrize(('image', 'kernel', 'strides', 'padding'), GEOMETRIES)
 def test_value_and_gradients_equal_native(conv, image, kernel, strides, padding):
     x, k = normal(0, 2, *image, 3), normal(1, *kernel, 3, 4)
-    want = value_and_gradients(conv_native, strides, padding)(x, k)
-    assert_close(value_and_gradients(conv, strides, padding)(x, k), want)
+    want = jax.jit(value_and_gradients(conv_native, strides, padding))(x, k)
+    assert_close(jax.jit(value_and_gradients(conv, strides, padding))(x, k), want)
 
 
 @pytest.mark.parametrize('conv', FORMS)
@@ -68,7 +68,7 @@ def test_value_and_gradients_equal_native(conv, image, kernel, strides, padding)
 def test_clients_may_be_vmapped(conv, strides, padding, axes):
     x, k = normal(0, 3, 2, 6, 6, 3), normal(1, 3, 3, 3, 3, 4)
     x, k = (a if axis == 0 else a[0] for a, axis in zip((x, k), axes, strict=True))
-    want = jax.vmap(value_and_gradients(conv_native, strides, padding), axes)(x, k)
+    want = jax.jit(jax.vmap(value_and_gradients(conv_native, strides, padding), axes))(x, k)
     assert_close(jax.jit(jax.vmap(value_and_gradients(conv, strides, padding), axes))(x, k), want)
 
 
@@ -81,7 +81,8 @@ def test_training_in_loops_equals_native(conv, vmapped):
         loss = lambda kernel: jnp.mean(jnp.sin(run(conv, x, kernel)))  # noqa: E731
         return jax.lax.fori_loop(0, steps, lambda _, k: k - 0.5 * jax.grad(loss)(k), kernel)
 
-    want = [train(conv_native, *row) for row in zip(x, k, steps, strict=True)]
+    alone = jax.jit(lambda *row: train(conv_native, *row))
+    want = [alone(*row) for row in zip(x, k, steps, strict=True)]
     clients = lambda conv: jax.vmap(lambda *row: train(conv, *row))(x, k, steps)  # noqa: E731
     if not vmapped:
         clients = lambda conv: jax.lax.map(lambda row: train(conv, *row), (x, k, steps))  # noqa: E731
@@ -94,7 +95,10 @@ def test_training_in_loops_equals_native(conv, vmapped):
 def test_bfloat16_sums_in_float32(conv):
     # 5 * 5 * 40 ones: a bfloat16 accumulator would stop at 256.
     x, k = jnp.ones((1, 7, 7, 40), jnp.bfloat16), jnp.ones((5, 5, 40, 2), jnp.bfloat16)
-    y, dx, dk = jax.jit(lambda x, k: ones_back(lambda x, k: run(conv, x, k, padding='VALID'), x, k))(x, k)
+    program = jax.jit(lambda x, k: ones_back(lambda x, k: run(conv, x, k, padding='VALID'), x, k))
+    # The CPU sums in float32 unasked; accelerators have to be told, three times.
+    assert str(jax.make_jaxpr(program)(x, k)).count('preferred_element_type=float32') >= 3
+    y, dx, dk = program(x, k)
     assert y.dtype == dx.dtype == dk.dtype == jnp.bfloat16
     assert float(y[0, 0, 0, 0]) == 1000
     assert float(dx[0, 3, 3, 0]) == 18

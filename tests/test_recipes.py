@@ -8,7 +8,7 @@ from fedjax_nc import recipes, simulate
 
 @pytest.mark.parametrize('name', recipes.RECIPES)
 def test_recipe_trains_and_then_personalises(data, name):
-    recipe = recipes.RECIPES[name](toys.tiny, toys.opt, toys.PLAN, 2.0)
+    recipe = recipes.RECIPES[name](toys.tiny, toys.opt, toys.PLAN, dim=6, scale=2.0)
     run, state = jax.jit(simulate.make_round(recipe.train)), simulate.init(recipe.train, toys.KEY, data)
     seen = []
     for t in range(3):
