@@ -4,11 +4,13 @@ Eager mode and default settings: NCHW, `torch.nn`, `torch.optim.SGD`. Data stay 
 """
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -52,7 +54,7 @@ def body(model: str, shape: tuple[int, int, int], norm: str, widths: Iterable[in
     height, width, channels = shape
     if model == 'mlp':
         sizes = [height * width * channels, *widths]
-        dense = [m for i, o in zip(sizes, sizes[1:], strict=False) for m in (nn.Linear(i, o), nn.ReLU())]
+        dense = [m for i, o in itertools.pairwise(sizes) for m in (nn.Linear(i, o), nn.ReLU())]
         return nn.Sequential(nn.Flatten(), *dense), sizes[-1]
     if model == 'cnn_mcmahan':
         return nn.Sequential(
@@ -85,7 +87,7 @@ class Loop:
         weight_decay: float, norm: str = 'batch', widths: Iterable[int] = (200, 200), bfloat16: bool = False,
         device: str = 'cpu',
     ) -> None:  # fmt: skip
-        images = np.ascontiguousarray(np.asarray(data.x).transpose(0, 3, 1, 2))
+        images = np.array(np.asarray(data.x).transpose(0, 3, 1, 2), order='C')
         self.channels = images.shape[1]
         self.x = torch.from_numpy(images).to(device)
         self.y = torch.from_numpy(np.asarray(data.y, np.int64)).to(device)
@@ -99,6 +101,7 @@ class Loop:
         head = EtfHead(dim, data.num_classes) if etf else nn.Linear(dim, data.num_classes)
         self.net = nn.Sequential(net, head).to(device)
         self.sgd = {'lr': lr, 'momentum': momentum, 'weight_decay': weight_decay}
+        self.versions = {'torch': torch.__version__, 'torch_threads': torch.get_num_threads()}
         self.batch_size, self.epochs, self.bfloat16, self.device = batch_size, epochs, bfloat16, device
 
     def local(self, client: int) -> None:
@@ -180,3 +183,19 @@ class Loop:
             out += [(head.scale, np.asarray(params['scale'])), (head.frame, np.asarray(v.fixed['v']))]
             head, params = head.proj, params['proj']
         return [*out, (head.weight, np.asarray(params['w']).T), (head.bias, np.asarray(params['b']))]
+
+
+def build(args: Any, work: Any, data: FederatedData, sgd: dict[str, float]) -> Loop:
+    """The loop of a workload, on the same kind of device as JAX uses."""
+    if args.torch_threads:
+        torch.set_num_threads(args.torch_threads)
+    on_gpu = jax.default_backend() == 'gpu'
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError(
+            'JAX runs on a GPU and this PyTorch cannot: install PyTorch with CUDA, or set JAX_PLATFORMS=cpu'
+        )
+    return Loop(
+        work.model, data, etf=work.algorithm == 'fedetf', batch_size=work.batch_size, epochs=work.epochs,
+        norm=args.norm, widths=args.widths, bfloat16=args.precision == 'bfloat16',
+        device='cuda' if on_gpu else 'cpu', **sgd,
+    )  # fmt: skip

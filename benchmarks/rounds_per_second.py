@@ -16,7 +16,6 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,11 +25,9 @@ import numpy as np
 
 import fedjax_nc
 from fedjax_nc import data, local, models, recipes, simulate
-from fedjax_nc.base import Algorithm, FederatedData, Info, Variables
+from fedjax_nc.base import Algorithm, FederatedData
 
-MODELS = {
-    'mlp': models.MLP, 'cnn': models.CNN, 'cnn_mcmahan': models.McMahanCNN, 'resnet20': models.ResNet20,
-}  # fmt: skip
+MODELS = {'mlp': models.MLP, 'cnn': models.CNN, 'cnn_mcmahan': models.McMahanCNN, 'resnet20': models.ResNet20}
 CONVS = {'native': models.conv_native, 'patches': models.conv_patches, 'sequential': models.conv_sequential}
 SGD = {'lr': 0.02, 'momentum': 0.9, 'weight_decay': 5e-4}
 
@@ -71,9 +68,7 @@ def count(text: str) -> int:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog='rounds_per_second.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog='rounds_per_second.py', description=__doc__)
     parser.add_argument('--workload', choices=list(WORKLOADS), default='W1', help='other options change its numbers')
     parser.add_argument('--algorithm', choices=['fedavg', 'fedetf'])
     parser.add_argument('--model', choices=list(MODELS))
@@ -91,6 +86,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--max-examples', type=count, help='use a part of the training set')
     parser.add_argument('--data-dir', type=Path, help='where CIFAR-10 lies or is put; random images without it')
     parser.add_argument('--compare', choices=['pytorch'], help='alternate with a hand-written PyTorch loop')
+    parser.add_argument('--torch-threads', type=count, help="default: PyTorch's own; 1 is steadier on a busy machine")
     parser.add_argument('--json', type=Path, help='also write the results to this file')
     return parser.parse_args(argv)
 
@@ -141,7 +137,7 @@ def algorithm(args: argparse.Namespace, work: Workload, conv: str | None) -> Alg
         extra['norm'] = args.norm
     model = models.from_flax(MODELS[work.model](dtype=jnp.dtype(args.precision), **extra))
     plan = local.Plan(work.batch_size, work.epochs)
-    return recipes.RECIPES[work.algorithm](model, local.sgd(**SGD), plan, 1.0).train
+    return recipes.RECIPES[work.algorithm](model, local.sgd(**SGD), plan).train
 
 
 def count_flops(jaxpr: Any) -> int:
@@ -169,19 +165,11 @@ def training_flops(args: argparse.Namespace, work: Workload, clients: FederatedD
     return 3 * count_flops(jax.make_jaxpr(lambda server, x: task.predict(server, None, x))(server, x).jaxpr)
 
 
-def matmul_rate(precision: str) -> Callable[[], float]:
-    """A function that times one large square matrix product and returns its FLOP/s."""
-    n = 2048 if jax.default_backend() == 'cpu' else 8192
-    a = jax.random.normal(jax.random.key(0), (n, n), jnp.float32).astype(precision)
-    product = jax.jit(jnp.matmul)
-    product(a, a).block_until_ready()
-
-    def once() -> float:
-        start = time.perf_counter()
-        product(a, a).block_until_ready()
-        return 2 * n**3 / (time.perf_counter() - start)
-
-    return once
+def matmul_rate(a: jax.Array) -> float:
+    """FLOP/s of one large square matrix product."""
+    start = time.perf_counter()
+    jnp.matmul(a, a).block_until_ready()
+    return 2 * len(a) ** 3 / (time.perf_counter() - start)
 
 
 class Row:
@@ -199,14 +187,10 @@ class Row:
         step = simulate.compiled(simulate.make_round(task, cohort=work.cohort, chunk=chunk))
         self.step = step.lower(jax.random.key(0), self.state, clients).compile()
         self.compile_seconds = time.perf_counter() - start
-        memory = self.step.memory_analysis()  # None where the backend does not say
-        self.memory = memory and (
-            memory.argument_size_in_bytes + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-        )  # fmt: skip
-        self.seconds: list[float] = []
-        self.examples: list[int] = []
-        self.padded: list[float] = []
+        m = self.step.memory_analysis()  # None where the backend does not say; the donated state is an alias
+        sizes = m and (m.argument_size_in_bytes, m.output_size_in_bytes, m.temp_size_in_bytes, -m.alias_size_in_bytes)
+        self.memory = sum(sizes) if sizes else None
+        self.seconds, self.examples, self.padded = list[float](), list[int](), list[float]()
 
     def round(self, key: jax.Array, timed: bool = True) -> simulate.Report:
         start = time.perf_counter()
@@ -230,30 +214,23 @@ class Row:
         }  # fmt: skip
 
 
-def pytorch(args: argparse.Namespace, work: Workload, clients: FederatedData) -> Any:
-    """The other side, on the same kind of device."""
-    import pytorch_loop
-    import torch
-
-    device = 'cuda' if jax.default_backend() == 'gpu' and torch.cuda.is_available() else 'cpu'
-    return pytorch_loop.Loop(
-        work.model, clients, etf=work.algorithm == 'fedetf', batch_size=work.batch_size, epochs=work.epochs,
-        norm=args.norm, widths=args.widths, bfloat16=args.precision == 'bfloat16', device=device, **SGD,
-    )  # fmt: skip
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = arguments(argv)
     work = settle(args)
     clients, source = load(args, work)
     rows = [Row(args, work, clients, conv, chunk) for conv in args.conv for chunk in args.chunk]
-    other = pytorch(args, work, clients) if args.compare else None
-    product, rates, torch_seconds = matmul_rate(args.precision), [], []
+    other = None
+    if args.compare:
+        import pytorch_loop  # lies beside this script and needs torch
+
+        other = pytorch_loop.build(args, work, clients, SGD)
+    n, rates, torch_seconds = 2048 if jax.default_backend() == 'cpu' else 8192, [], []
+    square = jax.random.normal(jax.random.key(0), (n, n), jnp.float32).astype(args.precision)
     for r in range(args.rounds + 1):  # the first round warms up; then all take turns, so that a busy spell hits each
         for row in rows:
             report = row.round(jax.random.key(r), timed=r > 0)  # the key chooses the cohort: the same for every row
-        rates += [product() for _ in range(3)]
-        if other is not None:
+        rates += [matmul_rate(square) for _ in range(3)]
+        if other:
             cohort = [k for k in np.asarray(report.ids).tolist() if k < work.clients]
             start = time.perf_counter()
             other.round(cohort)
@@ -261,8 +238,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     flops, rate = training_flops(args, work, clients), max(rates)
     table = [row.results(flops, rate, torch_seconds) for row in rows]
     versions = {'fedjax_nc': fedjax_nc.__version__, 'jax': jax.__version__, 'python': platform.python_version()}
-    if other is not None:
-        versions['torch'] = sys.modules['torch'].__version__
+    versions |= other.versions if other else {}
     stats = jax.devices()[0].memory_stats() or {}
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
     result = {
@@ -283,16 +259,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def show(result: dict[str, Any], repetitions: int) -> None:
     """Prints Markdown."""
     sampled = '' if result['cohort'] == result['clients'] else f', {result["cohort"]} sampled'
-    epochs = '1 epoch' if result['epochs'] == 1 else f'{result["epochs"]} epochs'
     print(
         f'{result["workload"]}: {result["algorithm"]}, {result["model"]}, {result["clients"]} clients{sampled}, batch '
-        f'{result["batch_size"]}, {epochs}, {result["data"]}, {result["precision"]}; '
+        f'{result["batch_size"]}, epochs {result["epochs"]}, {result["data"]}, {result["precision"]}; '
         f'{result["model_flops_per_round"] / 1e9:.3g} GFLOP a round; {repetitions} timed rounds.\n'
     )
     names = ['form', 'chunk', 's/round', 'median', 'samples/s', 'GFLOP/s', 'of matmul', 'padded', 'compile s', 'MiB']
     compared = result['pytorch_seconds_per_round'] is not None
-    print(f'| {" | ".join([*names, *(["PyTorch / ours"] if compared else [])])} |')
-    print('|' + ' --- |' * (len(names) + compared))
+    names += ['PyTorch / ours'] if compared else []
+    print(f'| {" | ".join(names)} |\n|' + ' --- |' * len(names))
     for row in result['rows']:
         cells = [
             row['conv'], row['chunk'], f'{row["seconds_per_round"]:.4g}', f'{row["median_seconds_per_round"]:.4g}',
@@ -304,13 +279,13 @@ def show(result: dict[str, Any], repetitions: int) -> None:
         print(f'| {" | ".join(cells)} |')
     if compared:
         best, median = result['pytorch_seconds_per_round'], result['pytorch_median_seconds_per_round']
-        speed = f'{result["model_flops_per_round"] / best / 1e9:.3g}'
-        share = f'{100 * result["model_flops_per_round"] / best / result["matmul_flops_per_second"]:.3g} %'
-        print(f'| PyTorch | 1 | {best:.4g} | {median:.4g} | | {speed} | {share} | | | | |')
+        speed = result['model_flops_per_round'] / best
+        share = f'{100 * speed / result["matmul_flops_per_second"]:.3g} %'
+        print(f'| PyTorch | 1 | {best:.4g} | {median:.4g} | | {speed / 1e9:.3g} | {share} | | | | |')
     on_device = f'{result["peak_device_bytes"] / 2**20:.0f} MiB on the device, ' if result['peak_device_bytes'] else ''
     versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items())
     print(
-        f'\nMatrix product {result["matmul_flops_per_second"] / 1e9:.4g} GFLOP/s. Peak of all rows together: {on_device}'
+        f'\nMatrix product {result["matmul_flops_per_second"] / 1e9:.4g} GFLOP/s. Peak of all rows: {on_device}'
         f'{result["peak_process_bytes"] / 2**20:.0f} MiB of the process. {result["device"]}; {versions}.'
     )
 

@@ -97,7 +97,12 @@ def local_sgd(
       shard: the client's data.
       plan: batch size and epochs.
       opt_state: where the optimizer starts; by default `opt.init(params)`.
+
+    Raises:
+      ValueError: if batch size or epochs are below 1.
     """
+    if plan.batch_size < 1 or plan.epochs < 1:
+        raise ValueError(f'a plan needs at least one example a batch and one epoch, not {plan}')
     b = min(plan.batch_size, shard.index.shape[0])
     steps = -(-shard.size // b)
     gradient = jax.value_and_grad(loss, has_aux=True)

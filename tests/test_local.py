@@ -115,3 +115,9 @@ def test_sizes_do_not_recompile(data, start):
     fn = jax.jit(chex.assert_max_traces(lambda k: train(toys.KEY, start, data.shard(k)), n=1))
     for k in range(9):
         fn(k)
+
+
+@pytest.mark.parametrize('plan', [local.Plan(0, 1), local.Plan(16, 0)])
+def test_plan_without_work_is_refused(data, start, plan):
+    with pytest.raises(ValueError, match='at least one'):
+        train(toys.KEY, start, data.shard(0), plan)
