@@ -2,7 +2,6 @@
 
     python benchmarks/rounds_per_second.py --workload W1 --compare pytorch
     python benchmarks/rounds_per_second.py --workload W1 --conv patches sequential --chunk 1 5 20 --json w1.json
-
 The workloads and what the columns mean are explained in benchmarks/README.md.
 """
 
@@ -116,15 +115,13 @@ def load(args: argparse.Namespace, work: Workload) -> tuple[FederatedData, str]:
         except data.DatasetUnavailableError as problem:
             print(f'Random images are used: {" ".join(str(problem).split())}', file=sys.stderr)
     if source == 'random images':
-        total = 50_000 if work.samples is None else work.clients * work.samples
-        total = min(total, args.max_examples or total)
+        total = min(args.max_examples or 10**9, work.clients * work.samples if work.samples else 50_000)
         rng = np.random.default_rng(0)
         x = rng.integers(0, 256, (total, work.side, work.side, 3 if work.side == 32 else 1), np.uint8)
         y = rng.integers(0, 10, total).astype(np.int32)
     limit = min(len(y), args.max_examples or len(y), len(y) if work.samples is None else work.clients * work.samples)
-    if limit < len(y):
-        kept = np.random.default_rng(1).choice(len(y), limit, replace=False)
-        x, y = x[kept], y[kept]
+    kept = np.random.default_rng(1).choice(len(y), limit, replace=False)
+    x, y = x[kept], y[kept]
     if limit < (wanted := work.clients * (work.samples or 10)):
         raise ValueError(f'{work.clients} clients need {wanted} examples, there are {limit}')
     parts = data.iid(y, work.clients, seed=0) if work.samples else data.dirichlet(y, work.clients, 0.1, seed=0)
@@ -133,8 +130,7 @@ def load(args: argparse.Namespace, work: Workload) -> tuple[FederatedData, str]:
 
 def algorithm(args: argparse.Namespace, work: Workload, conv: str | None) -> Algorithm:
     extra: dict[str, Any] = {'widths': tuple(args.widths)} if work.model == 'mlp' else {'conv': CONVS.get(conv)}
-    if work.model == 'resnet20':
-        extra['norm'] = args.norm
+    extra |= {'norm': args.norm} if work.model == 'resnet20' else {}
     model = models.from_flax(MODELS[work.model](dtype=jnp.dtype(args.precision), **extra))
     plan = local.Plan(work.batch_size, work.epochs)
     return recipes.RECIPES[work.algorithm](model, local.sgd(**SGD), plan).train
@@ -239,7 +235,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     table = [row.results(flops, rate, torch_seconds) for row in rows]
     versions = {'fedjax_nc': fedjax_nc.__version__, 'jax': jax.__version__, 'python': platform.python_version()}
     versions |= other.versions if other else {}
-    stats = jax.devices()[0].memory_stats() or {}
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
     result = {
         'workload': args.workload, **work._asdict(), 'precision': args.precision, 'data': source,
@@ -248,7 +243,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         'pytorch_median_seconds_per_round': statistics.median(torch_seconds) if torch_seconds else None,
         'model_flops_per_round': flops * statistics.mean(rows[0].examples), 'matmul_flops_per_second': rate,
         'device': jax.devices()[0].device_kind, 'backend': jax.default_backend(), 'versions': versions,
-        'peak_device_bytes': stats.get('peak_bytes_in_use'), 'peak_process_bytes': rss, 'rows': table,
+        'peak_device_bytes': (jax.devices()[0].memory_stats() or {}).get('peak_bytes_in_use'),
+        'peak_process_bytes': rss, 'rows': table,
     }  # fmt: skip
     show(result, args.rounds)
     if args.json:
@@ -278,10 +274,9 @@ def show(result: dict[str, Any], repetitions: int) -> None:
         ]  # fmt: skip
         print(f'| {" | ".join(cells)} |')
     if compared:
-        best, median = result['pytorch_seconds_per_round'], result['pytorch_median_seconds_per_round']
-        speed = result['model_flops_per_round'] / best
-        share = f'{100 * speed / result["matmul_flops_per_second"]:.3g} %'
-        print(f'| PyTorch | 1 | {best:.4g} | {median:.4g} | | {speed / 1e9:.3g} | {share} | | | | |')
+        best, median = (result[f'pytorch_{kind}seconds_per_round'] for kind in ('', 'median_'))
+        speed, rate = result['model_flops_per_round'] / best, result['matmul_flops_per_second']
+        print(f'| PyTorch | 1 | {best:.4g} | {median:.4g} | | {speed / 1e9:.3g} | {100 * speed / rate:.3g} % | | | | |')
     on_device = f'{result["peak_device_bytes"] / 2**20:.0f} MiB on the device, ' if result['peak_device_bytes'] else ''
     versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items())
     print(

@@ -78,8 +78,7 @@ def make_round(algorithm: Algorithm, *, cohort: int | None = None, chunk: int | 
     def round(key: Array, state: State, data: FederatedData, ids: Array | None = None) -> tuple[State, Report]:
         pick, k_client, k_server = jax.random.split(key, 3)
         population = data.num_clients
-        if ids is None:
-            ids = choose(pick, population, cohort)
+        ids = choose(pick, population, cohort) if ids is None else jnp.asarray(ids)
         lanes = min(chunk or default_chunk(state.server), len(ids))
         ids = ids[jnp.argsort(-data.size[ids])]  # clients of like size share a chunk
         ids = jnp.pad(ids, (0, -len(ids) % lanes), constant_values=population)  # nobody fills the last chunk
@@ -142,8 +141,9 @@ def report(server: Tree, ids: Array, info: Info, paid: Array) -> Report:
     visited = jnp.sum(examples)
     loss = jnp.sum(jnp.where(examples > 0, info.loss * examples, 0.0)) / jnp.maximum(visited, 1.0)
     padded = 1.0 - visited / jnp.maximum(paid, 1.0)
-    finite = [jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(server) if jnp.issubdtype(u.dtype, jnp.inexact)]
-    return Report(loss, padded, jnp.all(jnp.stack(finite)), ids, info)
+    floats = [u for u in jax.tree.leaves(server) if jnp.issubdtype(u.dtype, jnp.inexact)]
+    finite = jnp.array([jnp.all(jnp.isfinite(u)) for u in floats], bool)
+    return Report(loss, padded, jnp.all(finite), ids, info)
 
 
 def several(round: Round) -> Round:

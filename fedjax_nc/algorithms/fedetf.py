@@ -19,7 +19,7 @@ import optax
 
 from fedjax_nc import heads, losses
 from fedjax_nc.algorithms import fedavg, finetune
-from fedjax_nc.base import Algorithm, Array, Info, Model, Objective, Shard, Tree, Variables
+from fedjax_nc.base import Algorithm, Array, Info, Model, Shard, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan, sgd, sweep
 from fedjax_nc.objective import objective
 
@@ -67,16 +67,25 @@ def adapt_features(
       plan: batch size and epochs.
       released: as the authors' released code does it: the projection is tuned too, with the balanced loss.
     """
-    loss = losses.balanced_softmax if released else losses.cross_entropy
-    task = objective(model, heads.etf(), loss)
-    return finetune.stage(task, adapting(task, client_opt, plan, released))
+    task = objective(model, heads.etf(), losses.balanced_softmax if released else losses.cross_entropy)
+
+    def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
+        head = mine.params['head']
+
+        def put(part: Tree) -> Variables:
+            return mine._replace(params={'body': part['body'], 'head': {**head, **part['head']}})
+
+        trained = {'body': mine.params['body'], 'head': head if released else {'scale': head['scale']}}
+        return finetune.fit(key, task, mine, trained, put, client_opt(server.round), shard, plan)
+
+    return finetune.stage(task, tune)
 
 
 def alternate(
     model: Model,
     *,
     cycles: int = 20,
-    turn: Plan = Plan(epochs=3),  # noqa: B008
+    turn: Plan = Plan(),  # noqa: B008
     frame_opt: optax.GradientTransformation | None = None,
     proj_opt: optax.GradientTransformation | None = None,
     tune_scale: bool = True,
@@ -93,10 +102,41 @@ def alternate(
       frame_opt: optimizer of the classifier; by default SGD of rate 0.1. Its state starts anew each turn.
       proj_opt: optimizer of the projection; by default SGD of rate 0.05, momentum 0.9, weight decay 5e-4.
       tune_scale: whether the temperature moves with either, as in the paper; the released code holds it.
+
+    Raises:
+      ValueError: if there is no cycle.
     """
+    if cycles < 1:
+        raise ValueError(f'cycles must be at least 1, not {cycles}: use adapt_features alone for the first stage')
     task = objective(model, heads.etf(), losses.cross_entropy)
-    opts = (frame_opt or sgd(0.1, 0.0, 0.0)(jnp.int32(0)), proj_opt or sgd(0.05)(jnp.int32(0)))
-    return finetune.stage(task, alternating(task, cycles, turn, *opts, tune_scale))
+    on_features = task._replace(features=lambda v, batch: (batch.x, v.stats))
+    frame_opt = frame_opt or sgd(0.1, momentum=0.0, weight_decay=0.0)(jnp.int32(0))
+    proj_opt = proj_opt or sgd(0.05)(jnp.int32(0))
+
+    def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
+        z = sweep(lambda batch: task.features(mine, batch)[0], shard, turn.batch_size)
+        cached = shard._replace(x=z, y=shard.y[shard.index], index=jnp.arange(len(z)))
+
+        def fit(key: Array, v: Variables, part: Tree, opt: optax.GradientTransformation) -> tuple[Variables, Info]:
+            def put(part: Tree) -> Variables:
+                params = {**v.params, 'head': {**v.params['head'], **part['head']}}
+                return v._replace(params=params, fixed={**v.fixed, **part['fixed']})
+
+            return finetune.fit(key, on_features, v, part, put, opt, cached, turn)
+
+        def cycle(v: Variables, key: Array) -> tuple[Variables, Info]:
+            k_frame, k_proj = jax.random.split(key)
+            scale = {'scale': v.params['head']['scale']} if tune_scale else {}
+            v, first = fit(k_frame, v, {'fixed': v.fixed, 'head': scale}, frame_opt)
+            head = v.params['head']
+            scale = {'scale': head['scale']} if tune_scale else {}
+            v, second = fit(k_proj, v, {'fixed': {}, 'head': {**scale, 'proj': head['proj']}}, proj_opt)
+            return v, joined(first, second)
+
+        tuned, infos = jax.lax.scan(cycle, mine, jax.random.split(key, cycles))
+        return tuned, jax.tree.map(jnp.sum, infos)._replace(loss=infos.loss[-1])
+
+    return finetune.stage(task, tune)
 
 
 def personalize(
@@ -115,60 +155,11 @@ def personalize(
         k_first, k_second = jax.random.split(key)
         mine, _, a = first.client(k_first, server, mine, shard)
         mine, _, b = second.client(k_second, server, mine, shard)
-        return mine, (), Info(b.loss, a.steps + b.steps, a.examples + b.examples, a.slots + b.slots)
+        return mine, (), joined(a, b)
 
     return second._replace(client=client)
 
 
-def adapting(task: Objective, client_opt: ClientOptimizer, plan: Plan, released: bool) -> finetune.Tune:
-    def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
-        head = mine.params['head']
-        moving = head if released else {'scale': head['scale']}
-
-        def put(part: Tree) -> Variables:
-            return mine._replace(params={'body': part['body'], 'head': {**head, **part['head']}})
-
-        trained = {'body': mine.params['body'], 'head': moving}
-        return finetune.fit(key, task, mine, trained, put, client_opt(server.round), shard, plan)
-
-    return tune
-
-
-def alternating(
-    task: Objective,
-    cycles: int,
-    plan: Plan,
-    frame_opt: optax.GradientTransformation,
-    proj_opt: optax.GradientTransformation,
-    tune_scale: bool,
-) -> finetune.Tune:
-    on_features = task._replace(features=lambda v, batch: (batch.x, v.stats))
-
-    def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
-        z = sweep(lambda batch: task.features(mine, batch)[0], shard, plan.batch_size)
-        cached = shard._replace(x=z, y=shard.y[shard.index], index=jnp.arange(len(z)))
-
-        def turn(key: Array, v: Variables, frame: bool, opt: optax.GradientTransformation) -> tuple[Variables, Info]:
-            head = v.params['head']
-            scale = {'scale': head['scale']} if tune_scale else {}
-            trained = (
-                {'fixed': v.fixed, 'head': scale} if frame else {'fixed': {}, 'head': {**scale, 'proj': head['proj']}}
-            )
-
-            def put(part: Tree) -> Variables:
-                params = {**v.params, 'head': {**head, **part['head']}}
-                return v._replace(params=params, fixed={**v.fixed, **part['fixed']})
-
-            return finetune.fit(key, on_features, v, trained, put, opt, cached, plan)
-
-        def cycle(i: Array, carry: tuple[Variables, Array]) -> tuple[Variables, Array]:
-            k_frame, k_proj = jax.random.split(jax.random.fold_in(key, i))
-            v, _ = turn(k_frame, carry[0], True, frame_opt)
-            v, info = turn(k_proj, v, False, proj_opt)
-            return v, info.loss
-
-        tuned, loss = jax.lax.fori_loop(0, cycles, cycle, (mine, jnp.float32(0)))
-        steps = 2 * cycles * plan.epochs * -(-shard.size // min(plan.batch_size, len(z)))
-        return tuned, Info(loss, steps, 2 * cycles * plan.epochs * shard.size, steps * min(plan.batch_size, len(z)))
-
-    return tune
+def joined(first: Info, second: Info) -> Info:
+    """The work of two phases, with the loss of the second."""
+    return jax.tree.map(jnp.add, first, second)._replace(loss=second.loss)

@@ -156,3 +156,8 @@ def test_one_class_clients_train_without_nan(data):
 def test_too_small_a_dimension_is_refused(data):
     with pytest.raises(ValueError, match='at least 4'):
         simulate.init(fedetf.algorithm(toys.tiny, toys.opt, dim=3), toys.KEY, data)
+
+
+def test_no_cycle_is_refused():
+    with pytest.raises(ValueError, match='adapt_features'):
+        fedetf.alternate(toys.tiny, cycles=0)
