@@ -51,7 +51,7 @@ def default_chunk(server: Tree) -> int:
     """
     floats = sum(leaf.size for leaf in jax.tree.leaves(server))
     if jax.default_backend() == 'cpu':
-        return 8 if floats < 30_000 else 1
+        return 8 if floats < 10_000 else 1
     return 32
 
 

@@ -168,9 +168,19 @@ def _run(
     return run(x, kernel)
 
 
+def _stored(x: Array) -> Array:
+    """`x`, kept by XLA's CPU backend as an array instead of being computed again by each of its users.
+
+    Those users read it transposed, so that a fused chain of activation, norm and pooling costs as much as the
+    convolution. XLA repeats cheap operations but never divisions, and does not see that this divisor is 1.
+    """
+    return x / jnp.sign(jnp.abs(x) + 1)
+
+
 def _conv_forward(
     x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any
 ) -> tuple[Array, tuple[Array, Array]]:
+    x = _stored(x)
     return _run(x, kernel, strides, pads, precision), (x, kernel)
 
 
@@ -178,6 +188,7 @@ def _conv_backward(
     strides: Strides, pads: Pads, precision: Any, residual: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
     x, kernel = residual
+    g = _stored(g)
     # How far the windows of the last row and column lie from the lower end of the image; negative where the stride
     # leaves some of the image unread.
     spare = [kernel.shape[d] + (g.shape[d + 1] - 1) * strides[d] - x.shape[d + 1] - pads[d][0] for d in (0, 1)]
