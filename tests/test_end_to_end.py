@@ -118,7 +118,7 @@ def test_fedetf_beats_fedavg_on_unequal_digits():
         train, _ = data.split(data.federate(digits.x_train, digits.y_train, parts), 0.3, seed=seed)
         for name in ('fedavg', 'fedetf'):
             recipe = recipes.RECIPES[name](
-                models.from_flax(models.MLP((64, 64))), local.sgd(0.02), local.Plan(16, 10), 4.0
+                models.from_flax(models.MLP((64, 64))), local.sgd(0.02), local.Plan(16, 10), scale=4.0
             )
             run = training.run(
                 recipe.train, jax.random.key(seed), simulate.init(recipe.train, jax.random.key(seed), train), train,
