@@ -59,7 +59,7 @@ def number(kind: type, low: float, high: float = float('inf'), open_low: bool = 
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    count, positive = number(int, 1), number(float, 0, open_low=True)
+    count, positive = number(int, 1, 10**6), number(float, 0, open_low=True)
     parser = Parser(prog='cifar.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--dataset', choices=list(MODEL), default='cifar10')
     parser.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
@@ -88,19 +88,29 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def settle(args: argparse.Namespace) -> None:
-    """Writes config.json, or checks it against the run that is resumed."""
+def settle(args: argparse.Namespace) -> dict[str, Any]:
+    """What goes into config.json, checked against the run that is resumed."""
     config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != 'resume'}
     path = args.out / 'config.json'
     if path.exists():
         if not args.resume:
             raise ValueError(f'{args.out} already holds a run: add --resume, or choose another --out')
-        before = json.loads(path.read_text())
+        before = known(path)
         changed = [k for k, v in config.items() if k not in FREE and before.get(k) != v]
         if changed:
             said = ', '.join(f'{k} was {before.get(k)} and is now {config[k]}' for k in changed)
             raise ValueError(f'the run in {args.out} has other settings: {said}')
-    write(path, config)
+    return config
+
+
+def known(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f'{path} is damaged: choose another --out')
+    return content
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -132,17 +142,21 @@ def build(args: argparse.Namespace) -> recipes.Recipe:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = arguments(argv)
     cohort = max(1, round(args.participation * args.clients))
+    config = settle(args)
     dataset, train, test = load(args)
     recipe = build(args)
     k_init, k_train, k_tune = jax.random.split(jax.random.key(args.seed), 3)
     state = simulate.init(recipe.train, k_init, train)
-    settle(args)
+    if not (args.out / 'config.json').exists():
+        write(args.out / 'config.json', config)
 
     x_test, y_test = jnp.asarray(dataset.x_test), jnp.asarray(dataset.y_test)
 
     def general(state: Any) -> dict[str, Any]:
         table = evaluate.generic(recipe.train, state, x_test, y_test, dataset.num_classes)
-        return {'accuracy': evaluate.accuracy(table)}
+        head = state.server.variables.params['head']
+        temperature = {'temperature': head['scale']} if 'scale' in head else {}
+        return {'accuracy': evaluate.accuracy(table), **temperature}
 
     run = training.run(
         recipe.train, k_train, state, train, rounds=args.rounds, cohort=cohort, chunk=args.clients_per_chunk,
@@ -152,9 +166,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     state = simulate.join(recipe.personalize, k_tune, run.state.server, args.clients)
     tune = simulate.compiled(simulate.make_round(recipe.personalize, chunk=args.clients_per_chunk))
     state, report = tune(k_tune, state, train)
-    if not bool(jnp.all(jnp.isfinite(report.info.loss))):
-        raise training.DivergedError('fine-tuning the personal models diverged: lower the learning rate')
+    tuned = all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves((state.clients, report.info.loss)))
     after = evaluate.over_clients(evaluate.per_client(recipe.personalize, state, test))
+    personal = {'': after.mean, '_std': after.std, '_pooled': after.pooled, '_low': after.low}
+    finished = args.out / 'summary.json'
+    compile_seconds = run.compile_seconds or (known(finished)['compile_seconds'] if finished.exists() else 0.0)
 
     summary = {
         'algorithm': args.algorithm,
@@ -162,22 +178,23 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         'rounds': args.rounds,
         'global_accuracy': run.history[-1]['accuracy'],
         'global_accuracy_last5': training.last_mean(run.history),
-        'personal_accuracy': float(after.mean),
-        'personal_accuracy_std': float(after.std),
+        **{f'personal_accuracy{name}': float(value) if tuned else None for name, value in personal.items()},
         'personal_accuracy_before': float(before.mean),
         'personal_accuracy_before_std': float(before.std),
-        'personal_accuracy_low': float(after.low),
         'rounds_per_second': run.rounds_per_second,
-        'compile_seconds': run.compile_seconds,
+        'compile_seconds': compile_seconds,
         'padded_work_share': float(np.mean([row['padded_work'] for row in run.history])),
         'device': jax.devices()[0].device_kind,
         'jax': jax.__version__,
     }
-    write(args.out / 'summary.json', summary)
+    write(args.out / 'config.json', config)  # a resumed run may be longer than it was begun
+    write(finished, summary)
     seen = [(row['round'], row['accuracy']) for row in run.history if 'accuracy' in row]
     curve = {args.algorithm: tuple(np.array(column) for column in zip(*seen, strict=True))}
     title = f'{args.dataset}, {args.clients} clients, Dirichlet({args.alpha:g})'
     plots.accuracy_curves(curve, title=title).savefig(args.out / 'accuracy.png', dpi=150)
+    if not tuned:
+        raise training.DivergedError('the personal models diverged: begin a new run with a lower --lr')
     for name in ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy_before', 'personal_accuracy'):
         print(f'{name:26} {100 * summary[name]:6.2f} %')
     print(f'{"rounds_per_second":26} {summary["rounds_per_second"]:6.2f}\nwritten to {args.out}')
@@ -189,6 +206,6 @@ if __name__ == '__main__':
         main()
     except (
         ValueError, ImportError, OSError,
-        data.DatasetUnavailableError, training.DivergedError, training.CheckpointError,
+        data.DatasetUnavailableError, training.DivergedError, training.CheckpointError, jax.errors.JaxRuntimeError,
     ) as problem:  # fmt: skip
         sys.exit(f'cifar.py: error: {" ".join(str(problem).split())}')

@@ -45,10 +45,16 @@ def play(name: str, seed: int, rounds: int, digits: data.Dataset, parts: list[np
     }
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a whole number of at least 1')
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description='FedAvg against FedETF on digits.')
-    parser.add_argument('--seeds', type=int, default=3)
-    parser.add_argument('--rounds', type=int, default=30)
+    parser.add_argument('--seeds', type=positive, default=3)
+    parser.add_argument('--rounds', type=positive, default=30)
     parser.add_argument('--out', type=Path, default=Path('runs/quickstart'))
     args = parser.parse_args()
 

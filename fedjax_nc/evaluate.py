@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_nc.base import Algorithm, Array, FederatedData, Shard, State
 from fedjax_nc.local import batch_at, full_batches
@@ -29,9 +30,21 @@ def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int =
     return jax.lax.fori_loop(0, -(-shard.size // b), step, jnp.zeros((classes, classes), jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes: int, batch_size: int = 256) -> Array:
-    """Counts [C, C] of the generic model on a test set `x [n, ...]`, `y [n]`."""
+    """Counts [C, C] of the generic model on a test set `x [n, ...]`, `y [n]` int.
+
+    Raises:
+      ValueError: if the set is empty, its lengths differ, or a label is not in [0, C).
+    """
+    if len(x) != len(y) or len(y) == 0:
+        raise ValueError(f'a test set needs one label for each example, not {len(y)} for {len(x)}')
+    if not isinstance(y, jax.core.Tracer) and (np.min(y) < 0 or np.max(y) >= num_classes):
+        raise ValueError(f'test labels must lie in [0, {num_classes}), not in [{np.min(y)}, {np.max(y)}]')
+    return _generic(algorithm, state, x, y, num_classes, batch_size)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+def _generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes: int, batch_size: int) -> Array:
     shard = Shard(x, y, jnp.arange(len(y)), jnp.int32(len(y)), jnp.zeros(num_classes, jnp.int32))
     return confusion(lambda x: algorithm.predict(state.server, None, x), shard, batch_size)
 

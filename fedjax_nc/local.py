@@ -40,7 +40,13 @@ def sgd(
 
     `g += weight_decay * theta; m = momentum * m + g; theta -= lr * decay**round * m`, as the published federated
     experiments use it. `lr` and `decay` may be traced.
+
+    Raises:
+      ValueError: for a negative rate, momentum or weight decay.
     """
+    for name, value in (('lr', lr), ('momentum', momentum), ('weight_decay', weight_decay)):
+        if isinstance(value, int | float) and not value >= 0:
+            raise ValueError(f'{name} must not be negative: {value}')
 
     def at(round: Array) -> optax.GradientTransformation:
         rate = lr * jnp.asarray(decay, jnp.float32) ** round
@@ -99,10 +105,12 @@ def local_sgd(
       opt_state: where the optimizer starts; by default `opt.init(params)`.
 
     Raises:
-      ValueError: if batch size or epochs are below 1.
+      ValueError: if batch size or epochs are below 1, or epochs are beyond counting.
     """
     if plan.batch_size < 1 or plan.epochs < 1:
         raise ValueError(f'a plan needs at least one example a batch and one epoch, not {plan}')
+    if plan.epochs * (shard.index.shape[0] + plan.batch_size) >= 2**31:
+        raise ValueError(f'{plan.epochs} local epochs are more examples than can be counted: take fewer')
     b = min(plan.batch_size, shard.index.shape[0])
     steps = -(-shard.size // b)
     gradient = jax.value_and_grad(loss, has_aux=True)

@@ -29,9 +29,9 @@ def fedprox_recipe(
     model: Model, client_opt: ClientOptimizer, plan: Plan, *, dim: int | None = None, scale: float = 1.0
 ) -> Recipe:
     """FedProx at mu = 0.001, as FedETF's comparison ran it."""
-    base = fedavg_recipe(model, client_opt, plan)
-    task = objective(model, heads.linear(), losses.cross_entropy)
-    return base._replace(train=fedprox.algorithm(task, client_opt, mu=0.001, plan=plan))
+    task, mu = objective(model, heads.linear(), losses.cross_entropy), 0.001
+    train = fedprox.algorithm(task, client_opt, mu=mu, plan=plan)
+    return Recipe(train, finetune.algorithm(task, client_opt, plan=plan, penalty=fedprox.proximal(mu)))
 
 
 def fedetf_recipe(

@@ -44,10 +44,10 @@ def join(algorithm: Algorithm, key: Array, server: Tree, num_clients: int) -> St
 
 
 def default_chunk(server: Tree) -> int:
-    """How many clients to run side by side on this kind of device; measured in `benchmarks/README.md`.
+    """How many clients to run side by side on this kind of device.
 
-    On a CPU, one at a time keeps a model's working set in the cache and convolutions ungrouped, unless models are so
-    small that the cost of a loop step shows; accelerators want lanes.
+    On a CPU, one at a time keeps a model's working set in the cache, unless models are so small that the cost of a loop
+    step shows (measured in `benchmarks/README.md`). Accelerators want lanes; how many is not measured yet.
     """
     floats = sum(leaf.size for leaf in jax.tree.leaves(server))
     if jax.default_backend() == 'cpu':
@@ -69,7 +69,8 @@ def make_round(algorithm: Algorithm, *, cohort: int | None = None, chunk: int | 
         `default_chunk`. The cohort is sorted by size, and a chunk takes as many steps as its longest client.
 
     Raises:
-      ValueError: when called, if the cohort is larger than the population; when built, if either number is below 1.
+      ValueError: when called, if the cohort is larger than the population, or the state is of another population; when
+        built, if either number is below 1.
     """
     for name, value in (('cohort', cohort), ('chunk', chunk)):
         if value is not None and value < 1:
@@ -78,6 +79,9 @@ def make_round(algorithm: Algorithm, *, cohort: int | None = None, chunk: int | 
     def round(key: Array, state: State, data: FederatedData, ids: Array | None = None) -> tuple[State, Report]:
         pick, k_client, k_server = jax.random.split(key, 3)
         population = data.num_clients
+        if any(u.shape[0] != population for u in jax.tree.leaves(state.clients)):
+            held = jax.tree.leaves(state.clients)[0].shape[0]
+            raise ValueError(f'the state has {held} clients and the data {population}: make it with init or join')
         ids = choose(pick, population, cohort) if ids is None else jnp.asarray(ids)
         lanes = min(chunk or default_chunk(state.server), len(ids))
         ids = ids[jnp.argsort(-data.size[ids])]  # clients of like size share a chunk

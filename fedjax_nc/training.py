@@ -1,6 +1,7 @@
 """The Python around the round: progress bar, metrics files, checkpoints, resumption.
 
-Files appear whole or not at all: checkpoints and tables are written beside their place and renamed.
+Checkpoints and tables appear whole or not at all: they are written beside their place and renamed. The log of metrics
+grows by whole lines, and a resumed run makes it agree with the checkpoint it continues from.
 """
 
 import csv
@@ -85,10 +86,10 @@ def run(
       name: its label.
 
     Raises:
-      ValueError: if `rounds` or another number is below 1, if `resume` lacks `out`, or if `out` already holds a run
-        that is not to be resumed.
+      ValueError: if `rounds` or another number is not a whole one of at least 1, if `resume` lacks `out`, if `out`
+        already holds a run that is not to be resumed, or one of more rounds.
       DivergedError: when training turns NaN; it names the round, and the last good checkpoint stays.
-      CheckpointError: if the newest checkpoint is damaged or belongs to another run.
+      CheckpointError: if the newest checkpoint is damaged, has other shapes or was made with another key.
     """
     every = eval_every if checkpoint_every is None else checkpoint_every
     numbers = {
@@ -98,15 +99,17 @@ def run(
         'checkpoint_every': every,
     }
     for what, number in numbers.items():
-        if number < 1:
-            raise ValueError(f'{what} must be at least 1, not {number}')
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f'{what} must be a whole number of at least 1, not {number!r}')
     if resume and out is None:
         raise ValueError('resume needs the directory of the run: pass out=')
     files = Files(Path(out)) if out is not None else None
     history: list[Row] = []
     if files is not None:
         if resume:
-            history, state = files.restore(state)
+            history, state = files.restore(state, key)
+            if len(history) > rounds:
+                raise ValueError(f'{out} already holds {len(history)} rounds, more than the {rounds} asked for')
         elif files.begun():
             raise ValueError(f'{out} already holds a run: resume it, or choose another directory')
 
@@ -134,6 +137,8 @@ def run(
             seconds = time.perf_counter() - begin
             for i, (loss, padded, finite) in enumerate(zip(*report, strict=True)):
                 if not (math.isfinite(loss) and finite):
+                    if files is not None:
+                        files.log(history[start:])
                     raise DivergedError(diverged(start + i + 1, files))
                 history.append({'round': start + i + 1, 'loss': float(loss), 'padded_work': float(padded),
                                 'seconds': seconds / (stop - start)})  # fmt: skip
@@ -142,7 +147,7 @@ def run(
             if files is not None:
                 files.log(history[start:stop])
                 if stop % every == 0 or stop == rounds:
-                    files.save(stop, state, history)
+                    files.save(stop, state, key, history)
             bar.set_postfix(shown(history), refresh=False)
             bar.update(stop - start)
     return Run(state, history, compile_seconds, speed(history))
@@ -175,14 +180,20 @@ def shown(history: list[Row]) -> dict[str, str]:
 def diverged(round: int, files: 'Files | None') -> str:
     kept = files.newest() if files is not None else None
     text = f'training diverged in round {round}: the loss or a parameter is not finite'
-    advice = 'lower the learning rate'
-    return f'{text}; {advice}' + (f', or resume from the good checkpoint of round {kept}' if kept else '')
+    advice = 'begin a new run with a lower learning rate'
+    return f'{text}; {advice}' + (f'. The last good checkpoint is that of round {kept}' if kept else '')
 
 
 def last_mean(history: list[Row], metric: str = 'accuracy', last: int = 5) -> float:
     """Mean of a metric over the last rounds that have it, as published tables report; NaN if none has."""
     values = [row[metric] for row in history if metric in row][-last:]
     return sum(values) / len(values) if values else math.nan
+
+
+def written(key: Array) -> list[int]:
+    """A key as numbers."""
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    return [int(u) for u in jnp.ravel(data)]
 
 
 class Files:
@@ -212,13 +223,13 @@ class Files:
         with self.metrics.open('a') as file:
             file.write(''.join(json.dumps(row) + '\n' for row in rows))
 
-    def save(self, round: int, state: State, history: list[Row]) -> None:
+    def save(self, round: int, state: State, key: Array, history: list[Row]) -> None:
         """Checkpoints the state with the history that led to it, then renews the table."""
         leaves = dict(enumerate(jax.tree.leaves(state)))
         with self.manager() as manager:
             manager.save(round, args=ocp.args.Composite(
                 state=ocp.args.StandardSave({str(i): leaf for i, leaf in leaves.items()}),
-                history=ocp.args.JsonSave(history)))  # fmt: skip
+                run=ocp.args.JsonSave({'key': written(key), 'history': history})))  # fmt: skip
         columns = list(dict.fromkeys(name for row in history for name in row))
         with (temporary := self.table.with_suffix('.tmp')).open('w', newline='') as file:
             writer = csv.DictWriter(file, columns)
@@ -226,7 +237,7 @@ class Files:
             writer.writerows(history)
         os.replace(temporary, self.table)
 
-    def restore(self, like: State) -> tuple[list[Row], State]:
+    def restore(self, like: State, key: Array) -> tuple[list[Row], State]:
         """History and state of the newest checkpoint; an empty history and `like` if there is none."""
         newest = self.newest()
         if newest is None:
@@ -239,14 +250,15 @@ class Files:
             with self.manager() as manager:
                 shapes = [jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for u in leaves]
                 wanted = {str(i): shape for i, shape in enumerate(shapes)}
-                args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), history=ocp.args.JsonRestore())
+                args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), run=ocp.args.JsonRestore())
                 found = manager.restore(newest, args=args)
-            history, values = found['history'], [found['state'][str(i)] for i in range(len(leaves))]
+            history, values = found['run']['history'], [found['state'][str(i)] for i in range(len(leaves))]
+            same = found['run']['key'] == written(key)
         except Exception as error:
             raise CheckpointError(
                 f'cannot read the checkpoint {place} as one of this run: {error}; {advice}'
             ) from error
-        if len(history) != newest or any(v.shape != u.shape for u, v in zip(leaves, values, strict=True)):
+        if not same or len(history) != newest or any(v.shape != u.shape for u, v in zip(leaves, values, strict=True)):
             raise CheckpointError(f'the checkpoint {place} belongs to another run; {advice}')
         self.rewrite(history)
         return history, jax.tree.unflatten(structure, values)

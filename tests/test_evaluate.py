@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import toys
 
 from fedjax_nc import evaluate, simulate
@@ -54,3 +55,11 @@ def test_population_summary_leaves_out_clients_without_examples():
     np.testing.assert_allclose(out.std, (7 / 8 - 0.5) / 2)
     np.testing.assert_allclose(out.pooled, 9 / 12)
     np.testing.assert_allclose(out.low, np.percentile([7 / 8, 0.5], 10))
+
+
+@pytest.mark.parametrize(('change', 'match'), [(1, r'\[0, 5\)'), (-1, r'\[0, 5\)'), (None, 'one label for each')])
+def test_test_sets_that_do_not_fit_are_refused(data, change, match):
+    state = simulate.init(stage, toys.KEY, data)
+    y = data.y[:-1] if change is None else data.y + change
+    with pytest.raises(ValueError, match=match):
+        evaluate.generic(stage, state, data.x, y, toys.CLASSES)

@@ -98,6 +98,14 @@ def test_a_run_is_never_overwritten_nor_resumed_with_other_settings(finished):
     assert (finished / 'summary.json').read_bytes() == before
 
 
+def test_fewer_rounds_or_a_damaged_configuration_are_refused(finished, tmp_path):
+    fewer = cifar(finished, '--resume', '--participation', 0.5, '--rounds', 2)
+    assert 'already holds 6 rounds' in fewer.stderr
+    assert json.loads((finished / 'config.json').read_text())['rounds'] == 6
+    (tmp_path / 'config.json').write_text('[')
+    assert 'config.json is damaged' in cifar(tmp_path, '--resume').stderr
+
+
 def blocks(language):
     return re.findall(rf'```{language}\n(.*?)```', README, re.DOTALL)
 

@@ -8,7 +8,7 @@ import optax
 import toys
 
 from fedjax_nc import aggregators, heads, local, losses, simulate
-from fedjax_nc.algorithms import fedavg, fedetf, fedprox
+from fedjax_nc.algorithms import fedavg, fedetf, fedprox, finetune
 from fedjax_nc.base import Aggregator
 from fedjax_nc.objective import objective
 
@@ -25,6 +25,18 @@ fedavg_ = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 
 def test_fedprox_without_anchor_is_fedavg(data):
     toys.same(play(fedprox.algorithm(toys.task, toys.opt, mu=0.0, plan=toys.PLAN), data), play(fedavg_, data))
+
+
+def test_fine_tuning_with_an_anchor_is_the_client_work_of_fedprox(data):
+    train = fedprox.algorithm(toys.task, toys.opt, mu=0.7, plan=toys.PLAN)
+    stage = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN, penalty=fedprox.proximal(0.7))
+    server = simulate.init(train, toys.KEY, data).server
+    message = train.client(toys.KEY, server, (), data.shard(4))[1]
+    mine = stage.client(toys.KEY, server, server.variables, data.shard(4))[0]
+    toys.same(mine.params, jax.tree.map(lambda a, d: a + d, server.variables.params, message.delta), atol=1e-6)
+    plain = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    free = plain.client(toys.KEY, server, server.variables, data.shard(4))[0]
+    assert max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), mine.params, free.params))) > 1e-3
 
 
 def test_fedprox_with_an_anchor_is_not(data):

@@ -248,3 +248,18 @@ def test_bias_gradient_is_summed_in_float32():
     params = layer.init(jax.random.key(0), x)['params']
     gradient = jax.grad(lambda p: jnp.sum(layer.apply({'params': p}, x).astype(jnp.float32)))(params)
     assert float(gradient['bias'][0]) == 4 * 32 * 32
+
+
+@pytest.mark.parametrize('batch', [1, 16, 35, 300])
+def test_kernel_gradient_takes_every_image_whatever_the_batch(batch):
+    """The images are taken in pieces, of which the last may be shorter."""
+    rng = np.random.default_rng(0)
+    x, g = rng.normal(size=(batch, 4, 4, 2)), rng.normal(size=(batch, 2, 2, 3))
+
+    def loss(kernel):
+        y = conv_sequential(jnp.asarray(x, jnp.float32), kernel, (1, 1), 'VALID', dimension_numbers=LAYOUT)
+        return jnp.sum(y * g)
+
+    got = jax.grad(loss)(jnp.zeros((3, 3, 2, 3)))
+    want = [[np.einsum('bhwi,bhwo->io', x[:, i : i + 2, j : j + 2], g) for j in range(3)] for i in range(3)]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

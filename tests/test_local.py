@@ -117,7 +117,12 @@ def test_sizes_do_not_recompile(data, start):
         fn(k)
 
 
-@pytest.mark.parametrize('plan', [local.Plan(0, 1), local.Plan(16, 0)])
+@pytest.mark.parametrize('plan', [local.Plan(0, 1), local.Plan(16, 0), local.Plan(16, 2**31)])
 def test_plan_without_work_is_refused(data, start, plan):
-    with pytest.raises(ValueError, match='at least one'):
+    with pytest.raises(ValueError, match=r'at least one|take fewer'):
         train(toys.KEY, start, data.shard(0), plan)
+
+
+def test_negative_rates_are_refused():
+    with pytest.raises(ValueError, match='lr must not be negative'):
+        local.sgd(-0.1)

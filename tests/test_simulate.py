@@ -27,6 +27,13 @@ def test_impossible_cohorts_and_chunks_are_refused(data):
         simulate.make_round(algorithm, chunk=0)
 
 
+def test_state_of_another_population_is_refused(data):
+    kept = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True)
+    state = simulate.init(kept, toys.KEY, toys.ragged([20] * 5))
+    with pytest.raises(ValueError, match='state has 5 clients and the data 8'):
+        simulate.make_round(kept)(toys.KEY, state, data)
+
+
 @pytest.mark.parametrize('chunk', [1, 3, 8])
 def test_padded_work_is_what_the_lanes_compute_beyond_the_examples(data, chunk):
     state = simulate.init(algorithm, toys.KEY, data)

@@ -119,7 +119,7 @@ def test_the_last_rounds_are_evaluated_whatever_the_interval(data):
 def test_nan_stops_the_run_names_the_round_and_keeps_the_last_good_checkpoint(data, tmp_path):
     run(data, 2, out=tmp_path)
     bad = data._replace(x=data.x * jnp.nan)
-    with pytest.raises(training.DivergedError, match=r'round 3.*good checkpoint of round 2'):
+    with pytest.raises(training.DivergedError, match=r'round 3.*good checkpoint is that of round 2'):
         run(bad, 4, state=begin(data), out=tmp_path, resume=True)
     resumed = run(data, 3, out=tmp_path, resume=True)
     assert len(resumed.history) == 3
@@ -150,11 +150,27 @@ def test_checkpoint_of_another_model_is_refused(data, tmp_path):
                      progress=False)  # fmt: skip
 
 
+def test_checkpoint_of_another_key_is_refused(data, tmp_path):
+    run(data, 1, out=tmp_path)
+    with pytest.raises(training.CheckpointError, match='belongs to another run'):
+        training.run(algorithm, jax.random.key(99), begin(data), data, rounds=2, out=tmp_path, resume=True,
+                     progress=False)  # fmt: skip
+
+
+def test_fewer_rounds_than_were_run_are_refused(data, whole):
+    with pytest.raises(ValueError, match='already holds 5 rounds, more than the 3'):
+        run(data, 3, eval_every=2, out=whole[1], resume=True)
+
+
 @pytest.mark.parametrize(
     ('kwargs', 'match'),
-    [({'rounds': 0}, 'rounds must be'), ({'rounds': 2, 'eval_every': 0}, 'eval_every must be'),
-     ({'rounds': 2, 'resume': True}, 'pass out=')],
-)  # fmt: skip
+    [
+        ({'rounds': 0}, 'rounds must be'),
+        ({'rounds': 2.5}, 'whole number'),
+        ({'rounds': 2, 'eval_every': 0}, 'eval_every must be'),
+        ({'rounds': 2, 'resume': True}, 'pass out='),
+    ],
+)
 def test_bad_numbers_are_refused(data, kwargs, match):
     with pytest.raises(ValueError, match=match):
         training.run(algorithm, toys.KEY, begin(data), data, **kwargs)

@@ -47,7 +47,12 @@ def algorithm(
         released code does 'floor'.
       base: the algorithm that trains it: FedAvg, or another factory that takes an objective and an optimizer.
       **kwargs: as for `base`.
+
+    Raises:
+      ValueError: for another `absent`; on `init`, if `dim` is below C-1.
     """
+    if absent not in ('floor', 'mask'):
+        raise ValueError(f"absent must be 'floor' or 'mask', not {absent!r}")
     balanced = functools.partial(losses.balanced_softmax, gamma=gamma, absent=absent)
     return base(objective(model, heads.etf(dim, scale=scale), balanced), client_opt, **kwargs)
 

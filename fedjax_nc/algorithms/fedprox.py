@@ -22,7 +22,13 @@ def algorithm(objective: Objective, client_opt: ClientOptimizer, *, mu: Array | 
       **kwargs: as for `fedavg.algorithm`.
     """
 
-    def proximal(v: Variables, z: Array, batch: Batch, server: fedavg.Server, client: Tree) -> Array:
+    return fedavg.algorithm(objective, client_opt, penalty=proximal(mu), **kwargs)
+
+
+def proximal(mu: Array | float) -> fedavg.Penalty:
+    """The anchor alone: `mu/2 ||theta_k - theta||^2`."""
+
+    def penalty(v: Variables, z: Array, batch: Batch, server: fedavg.Server, client: Tree) -> Array:
         return 0.5 * mu * tree.sqdist(v.params, server.variables.params)
 
-    return fedavg.algorithm(objective, client_opt, penalty=proximal, **kwargs)
+    return penalty

@@ -25,6 +25,7 @@ def algorithm(
     *,
     plan: Plan = Plan(),  # noqa: B008
     parts: Sequence[str] | None = None,
+    penalty: fedavg.Penalty | None = None,
 ) -> Algorithm:
     """One round of it is `plan.epochs` local epochs on every client.
 
@@ -33,6 +34,7 @@ def algorithm(
       client_opt: from the round's number to a client's optimizer.
       plan: batch size and epochs.
       parts: names of the top-level parameters to train; all by default.
+      penalty: a term added to the local loss, as in `fedavg.algorithm`; it sees the client's first model as its state.
     """
 
     def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
@@ -41,7 +43,12 @@ def algorithm(
         def put(params: Tree) -> Variables:
             return mine._replace(params={**kept, **params})
 
-        return fit(key, objective, mine, trained, put, client_opt(server.round), shard, plan)
+        def value(v: Variables, z: Array, batch: Batch) -> Array:
+            loss = objective.loss(v, z, batch)
+            return loss if penalty is None else loss + penalty(v, z, batch, server, mine)
+
+        task = objective._replace(loss=value)
+        return fit(key, task, mine, trained, put, client_opt(server.round), shard, plan)
 
     return stage(objective, tune)
 

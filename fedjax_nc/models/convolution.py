@@ -203,8 +203,9 @@ def _conv_backward(
         x, jnp.zeros((), x.dtype), ((0, 0, 0), (pads[0][0], spare[0], 0), (pads[1][0], spare[1], 0), (0, 0, 0))
     )
     dk = jnp.zeros((), jnp.float32)
-    for at in range(0, len(x), IMAGES):
-        images, windows = used[at : at + IMAGES].transpose(3, 1, 2, 0), g[at : at + IMAGES].transpose(1, 2, 0, 3)
+    some = max(IMAGES, -(-len(x) // 16))  # at most 16 pieces, each of which has to be compiled
+    for at in range(0, len(x), some):
+        images, windows = used[at : at + some].transpose(3, 1, 2, 0), g[at : at + some].transpose(1, 2, 0, 3)
         dk += _run(images, windows, (1, 1), ((0, 0), (0, 0)), precision, strides).astype(jnp.float32)
     return dx, dk.transpose(1, 2, 0, 3).astype(kernel.dtype)
 

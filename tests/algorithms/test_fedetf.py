@@ -158,6 +158,11 @@ def test_too_small_a_dimension_is_refused(data):
         simulate.init(fedetf.algorithm(toys.tiny, toys.opt, dim=3), toys.KEY, data)
 
 
+def test_unknown_treatment_of_absent_classes_is_refused_at_once():
+    with pytest.raises(ValueError, match='floor'):
+        fedetf.algorithm(toys.tiny, toys.opt, absent='zero')
+
+
 def test_no_cycle_is_refused():
     with pytest.raises(ValueError, match='adapt_features'):
         fedetf.alternate(toys.tiny, cycles=0)
