@@ -5,7 +5,7 @@ whatever the size of the cohort. `stacked` is for those that must see all messag
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,36 @@ mean = weighted_mean(lambda weights: weights)
 uniform = weighted_mean(jnp.sign)
 """Unweighted mean over the clients that hold examples."""
 
+total = Aggregator(
+    partial=lambda messages, weights, slots, cohort: weighted_sum(messages, jnp.sign(weights)),
+    finish=lambda summed: summed,
+)
+"""Plain sum over the clients that hold examples."""
+
 nothing = Aggregator(partial=lambda messages, weights, slots, cohort: (), finish=lambda total: ())
 """For stages in which clients send nothing."""
+
+
+class ClassRows(NamedTuple):
+    """What one client, or all together, say about each class."""
+
+    rows: Array  # [C, D]
+    weight: Array  # [C], 0 for a class of which nothing is known; its row does not count
+
+
+def _class_mean() -> Aggregator:
+    def partial(messages: ClassRows, weights: Array, slots: Array, cohort: int) -> ClassRows:
+        weight = messages.weight.astype(jnp.float32) * jnp.sign(weights)[:, None]
+        return ClassRows(jnp.einsum('kc,kcd->cd', weight, messages.rows, precision='highest'), jnp.sum(weight, axis=0))
+
+    def finish(summed: ClassRows) -> ClassRows:
+        return summed._replace(rows=summed.rows / jnp.where(summed.weight > 0, summed.weight, 1.0)[:, None])
+
+    return Aggregator(partial, finish)
+
+
+class_mean = _class_mean()
+"""Mean of the clients' `ClassRows`, each class by its own weights; weight 0 where no client of the cohort knows it."""
 
 
 def pooled_stats() -> Aggregator:

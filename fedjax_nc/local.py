@@ -34,23 +34,29 @@ class Trained(NamedTuple):
 
 
 def sgd(
-    lr: Array | float, momentum: float = 0.9, weight_decay: float = 5e-4, decay: Array | float = 1.0
+    lr: Array | float,
+    momentum: float = 0.9,
+    weight_decay: float = 5e-4,
+    decay: Array | float = 1.0,
+    clip: float | None = None,
 ) -> ClientOptimizer:
     """SGD with heavy-ball momentum and L2 decay added to the gradient.
 
     `g += weight_decay * theta; m = momentum * m + g; theta -= lr * decay**round * m`, as the published federated
-    experiments use it. `lr` and `decay` may be traced.
+    experiments use it. `lr` and `decay` may be traced. With `clip`, the gradient is first scaled down to that norm,
+    taken over everything that is trained.
 
     Raises:
       ValueError: for a negative rate, momentum or weight decay.
     """
-    for name, value in (('lr', lr), ('momentum', momentum), ('weight_decay', weight_decay)):
+    for name, value in (('lr', lr), ('momentum', momentum), ('weight_decay', weight_decay), ('clip', clip)):
         if isinstance(value, int | float) and not value >= 0:
             raise ValueError(f'{name} must not be negative: {value}')
 
     def at(round: Array) -> optax.GradientTransformation:
         rate = lr * jnp.asarray(decay, jnp.float32) ** round
         return optax.chain(
+            optax.identity() if clip is None else optax.clip_by_global_norm(clip),
             optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
             optax.trace(momentum) if momentum else optax.identity(),
             optax.scale_by_learning_rate(rate),
@@ -135,8 +141,11 @@ def local_sgd(
     return Trained(params, stats, opt_state, info)
 
 
-def sweep(fn: Callable[[Batch], Array], shard: Shard, batch_size: int) -> Array:
-    """`fn` of all the client's examples in index order, in evaluation mode: [N, ...], zero beyond its size."""
+def sweep(fn: Callable[[Batch], Array], shard: Shard, batch_size: int, key: Array | None = None) -> Array:
+    """`fn` of all the client's examples in index order: [N, ...], zero beyond its size.
+
+    Batches carry no key, so that models run in evaluation mode, unless one is given.
+    """
     n = shard.index.shape[0]
     b = min(batch_size, n)
     rows = full_batches(shard.index, b)
@@ -144,8 +153,17 @@ def sweep(fn: Callable[[Batch], Array], shard: Shard, batch_size: int) -> Array:
     filled = jnp.zeros((len(rows), *out.shape[1:]), out.dtype)
 
     def step(s: Array, filled: Array) -> Array:
-        batch = batch_at(s, rows, shard, b)
+        batch = batch_at(s, rows, shard, b, None if key is None else jax.random.fold_in(key, s))
         value = jnp.where(jnp.expand_dims(batch.mask, range(1, out.ndim)), fn(batch), 0)
         return jax.lax.dynamic_update_slice_in_dim(filled, value.astype(out.dtype), s * b, 0)
 
     return jax.lax.fori_loop(0, -(-shard.size // b), step, filled)[:n]
+
+
+def featurize(features: Callable[[Batch], Array], shard: Shard, batch_size: int, key: Array | None = None) -> Shard:
+    """The client's data seen through a fixed model: a shard whose pool is its own `features(batch)`, computed once.
+
+    Its pool is in index order, so that row i is `shard.index[i]`; rows beyond the client's size are zero.
+    """
+    z = sweep(features, shard, batch_size, key)
+    return shard._replace(x=z, y=shard.y[shard.index], index=jnp.arange(len(z)))

@@ -40,6 +40,11 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
     return Objective(init, features, logits, batch_loss)
 
 
+def on_features(task: Objective) -> Objective:
+    """The same task for examples that are features already, as `local.featurize` makes them."""
+    return task._replace(features=lambda v, batch: (batch.x, v.stats))
+
+
 def predict(task: Objective, v: Variables, x: Array) -> Array:
     """Logits [B, C] of `x [B, ...]` in evaluation mode."""
     return task.logits(v, task.features(v, Batch(x))[0])

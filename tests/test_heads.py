@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_nc import heads
+from fedjax_nc import frames, heads
 
 KEY = jax.random.key(3)
 Z = np.random.default_rng(1).normal(size=(6, 8)).astype(np.float32)
@@ -13,7 +13,7 @@ Z = np.random.default_rng(1).normal(size=(6, 8)).astype(np.float32)
     ('dim', 'classes'), [(1, 2), (2, 2), (4, 5), (5, 5), (9, 10), (10, 10), (64, 10), (99, 100), (512, 200)]
 )
 def test_simplex_etf_has_the_gram_matrix_of_the_definition(dim, classes):
-    v = np.asarray(heads.simplex_etf(KEY, dim, classes), np.float64)
+    v = np.asarray(frames.simplex_etf(KEY, dim, classes), np.float64)
     want = classes / (classes - 1) * np.eye(classes) - np.ones((classes, classes)) / (classes - 1)
     np.testing.assert_allclose(v.T @ v, want, atol=1e-5)
     np.testing.assert_allclose(v.sum(1), 0, atol=1e-5)
@@ -21,14 +21,14 @@ def test_simplex_etf_has_the_gram_matrix_of_the_definition(dim, classes):
 
 def test_simplex_etf_is_haar_distributed():
     """Each entry of a Haar frame has mean 0; the uniform-matrix construction has a strong first direction instead."""
-    frames = jax.vmap(lambda k: heads.simplex_etf(k, 6, 4))(jax.random.split(KEY, 2000))
-    np.testing.assert_allclose(np.mean(frames, 0), 0, atol=0.05)
+    drawn = jax.vmap(lambda k: frames.simplex_etf(k, 6, 4))(jax.random.split(KEY, 2000))
+    np.testing.assert_allclose(np.mean(drawn, 0), 0, atol=0.05)
 
 
 @pytest.mark.parametrize(('dim', 'classes', 'match'), [(8, 10, 'at least 9'), (3, 1, 'at least 2')])
 def test_simplex_etf_that_cannot_exist_is_refused(dim, classes, match):
     with pytest.raises(ValueError, match=match):
-        heads.simplex_etf(KEY, dim, classes)
+        frames.simplex_etf(KEY, dim, classes)
 
 
 def test_normalize_is_safe_at_zero():
@@ -89,7 +89,7 @@ def test_bare_etf_has_no_trainable_leaf():
 
 def test_largest_probability_at_temperature_one():
     """FedETF: with beta = 1 and ten classes a perfect feature reaches a probability of 0.252 only."""
-    v = heads.simplex_etf(KEY, 10, 10)
+    v = frames.simplex_etf(KEY, 10, 10)
     p = jax.nn.softmax(v[:, 3] @ v)[3]
     np.testing.assert_allclose(p, 1 / (1 + 9 * np.exp(-10 / 9)), rtol=1e-5)
     np.testing.assert_allclose(p, 0.252, atol=5e-4)

@@ -47,6 +47,18 @@ class Message(NamedTuple):
     stats: Tree  # running statistics at the end
 
 
+def trained(server: Server, message: Any) -> Variables:
+    """The model with which a client ended its local work.
+
+    Messages of methods built on this one may hold more, and this one's in a field called `base`.
+    """
+    while not isinstance(message, Message):
+        message = message.base
+    v = server.variables
+    moved = tree.add({name: v.params[name] for name in message.delta}, message.delta)
+    return v._replace(params={**v.params, **moved}, stats=message.stats)
+
+
 def algorithm(
     objective: Objective,
     client_opt: ClientOptimizer,

@@ -20,8 +20,8 @@ import optax
 from fedjax_nc import heads, losses
 from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import Algorithm, Array, Info, Model, Shard, Tree, Variables
-from fedjax_nc.local import ClientOptimizer, Plan, sgd, sweep
-from fedjax_nc.objective import objective
+from fedjax_nc.local import ClientOptimizer, Plan, featurize, sgd
+from fedjax_nc.objective import objective, on_features
 
 
 def algorithm(
@@ -114,20 +114,18 @@ def alternate(
     if cycles < 1:
         raise ValueError(f'cycles must be at least 1, not {cycles}: use adapt_features alone for the first stage')
     task = objective(model, heads.etf(), losses.cross_entropy)
-    on_features = task._replace(features=lambda v, batch: (batch.x, v.stats))
     frame_opt = frame_opt or sgd(0.1, momentum=0.0, weight_decay=0.0)(jnp.int32(0))
     proj_opt = proj_opt or sgd(0.05)(jnp.int32(0))
 
     def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
-        z = sweep(lambda batch: task.features(mine, batch)[0], shard, turn.batch_size)
-        cached = shard._replace(x=z, y=shard.y[shard.index], index=jnp.arange(len(z)))
+        cached = featurize(lambda batch: task.features(mine, batch)[0], shard, turn.batch_size)
 
         def fit(key: Array, v: Variables, part: Tree, opt: optax.GradientTransformation) -> tuple[Variables, Info]:
             def put(part: Tree) -> Variables:
                 params = {**v.params, 'head': {**v.params['head'], **part['head']}}
                 return v._replace(params=params, fixed={**v.fixed, **part['fixed']})
 
-            return finetune.fit(key, on_features, v, part, put, opt, cached, turn)
+            return finetune.fit(key, on_features(task), v, part, put, opt, cached, turn)
 
         def cycle(v: Variables, key: Array) -> tuple[Variables, Info]:
             k_frame, k_proj = jax.random.split(key)

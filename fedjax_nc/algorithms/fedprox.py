@@ -4,6 +4,7 @@ Federated Optimization in Heterogeneous Networks.
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. MLSys 2020. https://arxiv.org/abs/1812.06127 (Equation 2)
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from fedjax_nc import tree
@@ -25,10 +26,14 @@ def algorithm(objective: Objective, client_opt: ClientOptimizer, *, mu: Array | 
     return fedavg.algorithm(objective, client_opt, penalty=proximal(mu), **kwargs)
 
 
-def proximal(mu: Array | float) -> fedavg.Penalty:
-    """The anchor alone: `mu/2 ||theta_k - theta||^2`."""
+def proximal(mu: Array | float, parts: Sequence[str] | None = None) -> fedavg.Penalty:
+    """The anchor alone: `mu/2 ||theta_k - theta||^2`, over all parameters or over the named top-level ones.
+
+    With `parts=('head',)` it is the clsprox of CCVR's comparison (Luo et al., NeurIPS 2021).
+    """
 
     def penalty(v: Variables, z: Array, batch: Batch, server: fedavg.Server, client: Tree) -> Array:
-        return 0.5 * mu * tree.sqdist(v.params, server.variables.params)
+        mine, received = (tree.split(u.params, parts)[0] for u in (v, server.variables))
+        return 0.5 * mu * tree.sqdist(mine, received)
 
     return penalty

@@ -1,0 +1,43 @@
+"""Statistics of features by class: what a client can say about its examples without sending one.
+
+All work on `z [n, D]`, `y [n]` int labels and `weight [n]`, 0 for rows that do not count, such as padding; a class
+without weight has a zero row. Everything is float32.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_nc.base import Array, Shard
+
+
+def real(shard: Shard) -> Array:
+    """Weights [N] of a client's rows: 1 for its examples, 0 for padding."""
+    return (jnp.arange(shard.index.shape[0]) < shard.size).astype(jnp.float32)
+
+
+def sums(z: Array, y: Array, weight: Array, classes: int) -> tuple[Array, Array]:
+    """`sum_i w_i z_i` and `sum_i w_i` of each class: [C, D] and [C]."""
+    share = jax.nn.one_hot(y, classes, dtype=jnp.float32) * weight[:, None]
+    return jnp.matmul(share.T, z.astype(jnp.float32), precision='highest'), jnp.sum(share, axis=0)
+
+
+def means(z: Array, y: Array, weight: Array, classes: int) -> tuple[Array, Array]:
+    """Weighted mean and total weight of each class: [C, D] and [C]."""
+    total, count = sums(z, y, weight, classes)
+    return total / jnp.where(count > 0, count, 1.0)[:, None], count
+
+
+def scatter(z: Array, y: Array, weight: Array, mean: Array) -> Array:
+    """`sum_i w_i (z_i - m_c)(z_i - m_c)^T` over the examples of each class c around `mean [C, D]`: [C, D, D].
+
+    Products of centred features: the mean of squares less the square of the mean would lose all digits in float32.
+    Classes follow each other, so that memory is that of the features and the result.
+    """
+    z = z.astype(jnp.float32)
+
+    def of_class(args: tuple[Array, Array]) -> Array:
+        c, m = args
+        gap = jnp.where((y == c)[:, None] & (weight > 0)[:, None], z - m, 0.0)
+        return jnp.matmul((weight[:, None] * gap).T, gap, precision='highest')
+
+    return jax.lax.map(of_class, (jnp.arange(mean.shape[0]), mean))
