@@ -4,11 +4,17 @@ What a head learns is in `params`, what it holds still is in `fixed`. A frozen h
 optimizer, average or weight decay of any algorithm can move it.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from fedjax_nc.base import Array, Head, Tree
 from fedjax_nc.frames import simplex_etf
+
+
+Frame = Callable[[Array, int, int], Array]
+"""(key, dimensions, classes) -> [d, C], one column a class; see `frames`."""
 
 
 def normalize(z: Array, eps: float = 1e-6) -> Array:
@@ -67,6 +73,7 @@ def etf(
     learn_scale: bool = True,
     project: bool = True,
     unit_features: bool = True,
+    frame: Frame = simplex_etf,
 ) -> Head:
     """A fixed simplex ETF classifier: `scale * mu^T V` with `mu = normalize(z W + b)`.
 
@@ -82,6 +89,7 @@ def etf(
       learn_scale: whether the temperature is learned.
       project: whether an affine layer maps features to the frame's space.
       unit_features: whether features are normalised.
+      frame: `(key, d, C) -> [d, C]`, what is frozen instead of a simplex ETF, such as `frames.sparse_etf`.
 
     Raises:
       ValueError: on `init`, if `d < C - 1`, or if `dim` is not the feature width and there is no projection.
@@ -92,7 +100,7 @@ def etf(
         if not project and size != width:
             raise ValueError(f'features have {width} dimensions and the ETF {size}: use project=True or dim=None')
         kv, kp = jax.random.split(key)
-        fixed = {'v': simplex_etf(kv, size, classes)}
+        fixed = {'v': frame(kv, size, classes)}
         return with_scale({'proj': dense_init(kp, width, size)} if project else {}, fixed, scale, learn_scale)
 
     def logits(params: Tree, fixed: Tree, z: Array) -> Array:
@@ -101,6 +109,37 @@ def etf(
         return {**fixed, **params}['scale'] * jnp.matmul(mu, fixed['v'])
 
     return Head(init, logits)
+
+
+def prototypes(scale: float = 1.0, learn_scale: bool = True, init: Frame = simplex_etf) -> Head:
+    """Class prototypes that only the server may move, compared by angle: `scale * W normalize(z)`, `W [C, D]` fixed.
+
+    The head of FedNH (Dai et al., AAAI 2023). `params = {'scale' []}` where it is learned, `fixed = {'w' [C, D]}`.
+
+    Args:
+      scale: first value of the scale.
+      learn_scale: whether the scale is learned.
+      init: `(key, D, C) -> [D, C]`, the first prototypes as unit columns, such as `frames.uniform`.
+    """
+
+    def first(key: Array, dim: int, classes: int) -> tuple[Tree, Tree]:
+        return with_scale({}, {'w': normalize(init(key, dim, classes).T)}, scale, learn_scale)
+
+    def logits(params: Tree, fixed: Tree, z: Array) -> Array:
+        return {**fixed, **params}['scale'] * jnp.matmul(normalize(z), fixed['w'].T)
+
+    return Head(first, logits)
+
+
+def unit_norm() -> Head:
+    """A linear classifier whose class vectors have unit length in training and in use: `w_c^T z / |w_c|`, no bias.
+
+    The clsnorm of CCVR's comparison (Luo et al., NeurIPS 2021). `params = {'w' [D, C]}` is averaged as it is.
+    """
+    return Head(
+        init=lambda key, dim, classes: (dense_init(key, dim, classes, bias=False), {}),
+        logits=lambda params, fixed, z: jnp.matmul(z.astype(jnp.float32), normalize(params['w'].T).T),
+    )
 
 
 def with_scale(params: Tree, fixed: Tree, scale: float, learn: bool) -> tuple[Tree, Tree]:
