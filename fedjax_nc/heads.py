@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from fedjax_nc.base import Array, Head, Tree
 from fedjax_nc.frames import simplex_etf
 
-
 Frame = Callable[[Array, int, int], Array]
 """(key, dimensions, classes) -> [d, C], one column a class; see `frames`."""
 
