@@ -9,6 +9,15 @@ import jax.numpy as jnp
 from fedjax_nc.base import Array
 
 
+def normalize(z: Array, eps: float = 1e-6) -> Array:
+    """`z` divided by its Euclidean norm over the last axis, in float32; norms below `eps` count as `eps`.
+
+    The clamp inside the root keeps the gradient finite at zero.
+    """
+    z = z.astype(jnp.float32)
+    return z * jax.lax.rsqrt(jnp.maximum(jnp.sum(z * z, axis=-1, keepdims=True), eps**2))
+
+
 def simplex_etf(key: Array, dim: int, classes: int) -> Array:
     """A random simplex equiangular tight frame: [dim, classes] float32.
 

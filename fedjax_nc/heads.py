@@ -10,19 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_nc.base import Array, Head, Tree
+from fedjax_nc.frames import normalize as normalize
 from fedjax_nc.frames import simplex_etf
 
 Frame = Callable[[Array, int, int], Array]
 """(key, dimensions, classes) -> [d, C], one column a class; see `frames`."""
-
-
-def normalize(z: Array, eps: float = 1e-6) -> Array:
-    """`z` divided by its Euclidean norm over the last axis, in float32; norms below `eps` count as `eps`.
-
-    The clamp inside the root keeps the gradient finite at zero.
-    """
-    z = z.astype(jnp.float32)
-    return z * jax.lax.rsqrt(jnp.maximum(jnp.sum(z * z, axis=-1, keepdims=True), eps**2))
 
 
 def dense_init(key: Array, inputs: int, outputs: int, bias: bool = True) -> dict[str, Array]:
