@@ -8,6 +8,7 @@ mean of the deltas weighted by numbers of examples. With another server optimize
 it is FedOpt (Reddi et al., ICLR 2021. https://arxiv.org/abs/2003.00295).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -134,3 +135,7 @@ def algorithm(
 
     joined = aggregators.by_field(delta=aggregate, stats=aggregate_stats)
     return Algorithm(init, init_client, client, joined, server, predict)
+
+
+unweighted = functools.partial(algorithm, aggregate=aggregators.uniform, aggregate_stats=aggregators.uniform)
+"""FedAvg in which every client counts the same, whatever its size."""

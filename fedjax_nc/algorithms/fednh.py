@@ -1,0 +1,121 @@
+"""FedNH: class prototypes that start uniform and take on the meaning of their classes.
+
+Tackling Data Heterogeneity in Federated Learning with Class Prototypes.
+Dai, Chen, Li, Heinecke, Sun, Xu. AAAI 2023. https://arxiv.org/abs/2212.02758
+
+Training is FedUH's: logits `s W normalize(f(x))` with prototypes `W [C, D]` that do not move during local work. After
+it, client k sends the mean of its normalised features of each class, `u_kc`, and the server lets the prototypes follow:
+
+    a_c = sum_k n_kc u_kc / sum_k n_kc,   W_c = normalize(rho W_c + (1 - rho) normalize(a_c)),
+
+and keeps `W_c` exactly where no client of the cohort holds class c.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_nc import aggregators, classwise, frames, heads, losses
+from fedjax_nc.aggregators import ClassRows
+from fedjax_nc.algorithms import fedavg, feduh
+from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Model, Shard, Tree
+from fedjax_nc.frames import normalize
+from fedjax_nc.local import ClientOptimizer, Plan, featurize
+from fedjax_nc.objective import objective
+
+
+class Message(NamedTuple):
+    base: Any
+    prototypes: ClassRows
+
+
+def algorithm(
+    model: Model,
+    client_opt: ClientOptimizer,
+    *,
+    rho: Array | float = 0.9,
+    scale: float = 1.0,
+    learn_scale: bool = True,
+    init: heads.Frame = frames.uniform,
+    weigh: str = 'counts',
+    unit_means: bool = True,
+    unit_features: bool = True,
+    confident: bool = False,
+    augment: bool = False,
+    plan: Plan = Plan(64, 5),  # noqa: B008
+    base: Callable[..., Algorithm] = fedavg.unweighted,
+    **kwargs: Any,
+) -> Algorithm:
+    """Federated training against prototypes that the server moves. The defaults are those of the released code.
+
+    A client's state is that of `base`; personal models are the latest local ones: `latest.keep(algorithm)`.
+
+    Args:
+      model: feature extractor.
+      client_opt: published: `local.sgd(0.01, weight_decay=1e-5, decay=0.99, clip=10.0)` for CIFAR.
+      rho: inertia of the prototypes; 1 is FedUH.
+      scale: first value of the logit scale.
+      learn_scale: whether the scale is learned and averaged.
+      init: how prototypes are spread at first, as for `feduh.algorithm`.
+      weigh: what a client's class mean counts: 'counts', its number of examples; 'holders', the same for all who hold
+        the class; 'agreement', `exp(<W_c, u_kc>)`, the adaptive weights of the released code.
+      unit_means: whether class means are normalised before and after they are averaged, as the released code does; the
+        paper's equations normalise only the moved prototype, so that steps are shorter.
+      unit_features: whether means are of normalised features. FedETF's comparison took raw ones, with 'holders'.
+      confident: whether examples count by the local model's probability of their true class.
+      augment: whether the class means are of augmented images, as in the released code, in training mode.
+      plan: batch size and local epochs.
+      base: the algorithm that trains it: a factory that takes an objective and an optimizer.
+      **kwargs: as for `base`.
+
+    Raises:
+      ValueError: for another `weigh`, or a `rho` outside [0, 1].
+    """
+    if weigh not in ('counts', 'holders', 'agreement'):
+        raise ValueError(f"weigh must be 'counts', 'holders' or 'agreement', not {weigh!r}")
+    if isinstance(rho, int | float) and not 0 <= rho <= 1:
+        raise ValueError(f'rho must lie in [0, 1], not {rho}')
+    task = objective(model, heads.prototypes(scale, learn_scale, init), losses.cross_entropy)
+    inner = feduh.algorithm(
+        model, client_opt, scale=scale, learn_scale=learn_scale, init=init, plan=plan, base=base, **kwargs
+    )
+
+    def client(key: Array, server: fedavg.Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
+        client, message, info = inner.client(key, server, client, shard)
+        v = fedavg.trained(server, message)
+        k_images = jax.random.fold_in(key, plan.epochs) if augment else None  # training folds in smaller numbers
+        own = featurize(lambda batch: task.features(v, batch)[0], shard, plan.batch_size, k_images)
+        weight = classwise.real(own)
+        if confident:
+            p = jax.nn.softmax(task.logits(v, own.x))
+            weight *= jnp.take_along_axis(p, own.y[:, None], axis=1)[:, 0]
+        z = normalize(own.x) if unit_features else own.x
+        mean, _ = classwise.means(z, own.y, weight, shard.counts.shape[0])
+        mean = normalize(mean) if unit_means and unit_features else mean
+        held = (shard.counts > 0).astype(jnp.float32)
+        if weigh == 'counts':
+            held = shard.counts.astype(jnp.float32)
+        elif weigh == 'agreement':
+            held *= jnp.exp(jnp.sum(server.variables.fixed['w'] * mean, axis=-1))
+        return client, Message(message, ClassRows(mean, held)), info
+
+    def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
+        moved = follow(server.variables.fixed['w'], aggregate.value['prototypes'], rho, unit_means)
+        server = inner.server(key, server, aggregate._replace(value=aggregate.value['base']))
+        v = server.variables
+        return server._replace(variables=v._replace(fixed={**v.fixed, 'w': moved}))
+
+    joined = aggregators.by_field(base=inner.aggregate, prototypes=aggregators.class_mean)
+    return inner._replace(client=client, aggregate=joined, server=server)
+
+
+def follow(prototypes: Array, mean: ClassRows, rho: Array | float, unit_means: bool = True) -> Array:
+    """Prototypes `[C, D]` moved towards class means by the share `1 - rho`, as unit rows.
+
+    Rows of classes whose mean has no weight are kept bit for bit.
+    """
+    target = normalize(mean.rows) if unit_means else mean.rows
+    moved = normalize(rho * prototypes + (1 - rho) * target)
+    return jnp.where(mean.weight[:, None] > 0, moved, prototypes)

@@ -1,0 +1,106 @@
+"""Global memory vectors: the mean feature of each class, added to features in training.
+
+The part of FedAvg_ETF + GMV (arXiv 2303.16066) that any algorithm can take: wrap its objective in `remembering`, and
+let its server move `fixed['memory']`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_nc import classwise, tree
+from fedjax_nc.aggregators import ClassRows
+from fedjax_nc.base import Array, Batch, FederatedData, Objective, Tree, Variables
+
+
+class Memory(NamedTuple):
+    mu: Array  # [C, D] mean features, zero before a class was seen
+    seen: Array  # [C] bool
+    alpha: Array  # [] float32, its weight in the coming round: 0 until it is warm
+
+
+def remember(memory: Memory, new: ClassRows, inertia: Array | float = 0.0) -> Memory:
+    """The memory after a round: new rows where their weight is positive, carried over elsewhere."""
+    known = new.weight > 0
+    keep = jnp.where(memory.seen, inertia, 0.0)[:, None]
+    mu = jnp.where(known[:, None], keep * memory.mu + (1 - keep) * new.rows, memory.mu)
+    return memory._replace(mu=mu, seen=memory.seen | known)
+
+
+class Strength(NamedTuple):
+    norm: Array  # [] mean length of the memory's rows
+    margin: Array  # [] mean of w_c . mu_c, which times alpha is what the memory adds to the true class's logit
+
+
+def strength(memory: Memory, w: Array) -> Strength:
+    """How much the memory weighs against class vectors `w [D, C]`, over the classes that were seen.
+
+    Worth a look each round: features are not normalised, and the memory grows with them.
+    """
+    seen = memory.seen.astype(jnp.float32)
+    length = jnp.sqrt(jnp.sum(jnp.square(memory.mu), axis=1))
+    margin = jnp.sum(memory.mu * w.T, axis=1)
+    return Strength(*(jnp.sum(seen * u) / jnp.maximum(jnp.sum(seen), 1.0) for u in (length, margin)))
+
+
+def remembering(task: Objective) -> Objective:
+    """The same task, trained on features to which the memory of their class is added.
+
+    `fixed` becomes `{'head': the task's own, 'memory': Memory}`; whoever moves the memory is another matter.
+    """
+
+    def own(v: Variables) -> Variables:
+        return v._replace(fixed=v.fixed['head'])
+
+    def init(key: Array, data: FederatedData) -> Variables:
+        v = task.init(key, data)
+        z, _ = jax.eval_shape(lambda x: task.features(v, Batch(x)), data.x[:1])
+        classes = data.num_classes
+        memory = Memory(jnp.zeros((classes, z.shape[-1])), jnp.zeros(classes, bool), jnp.float32(0))
+        return v._replace(fixed={'head': v.fixed, 'memory': memory})
+
+    def loss(v: Variables, z: Array, batch: Batch) -> Array:
+        memory = v.fixed['memory']
+        return task.loss(own(v), z.astype(jnp.float32) + memory.alpha * memory.mu[batch.y], batch)
+
+    return Objective(
+        init=init,
+        features=lambda v, batch: task.features(own(v), batch),
+        logits=lambda v, z: task.logits(own(v), z),
+        loss=loss,
+    )
+
+
+def tallying(task: Objective, epochs: int) -> Objective:
+    """The same task, which adds up features by class while it trains in the last of `epochs`.
+
+    The sums pass through training as running statistics do: `stats` becomes `{'model': the task's own, 'visited': [],
+    'tally': ClassRows}` with sums as rows.
+    """
+
+    def own(v: Variables) -> Variables:
+        return v._replace(stats=v.stats['model'])
+
+    def init(key: Array, data: FederatedData) -> Variables:
+        v = task.init(key, data)
+        z, _ = jax.eval_shape(lambda x: task.features(v, Batch(x)), data.x[:1])
+        tally = ClassRows(jnp.zeros((data.num_classes, z.shape[-1])), jnp.zeros(data.num_classes))
+        return v._replace(stats={'model': v.stats, 'visited': jnp.float32(0), 'tally': tally})
+
+    def features(v: Variables, batch: Batch) -> tuple[Array, Tree]:
+        z, stats = task.features(own(v), batch)
+        new = {**v.stats, 'model': stats}
+        if batch.key is not None:  # training
+            last = v.stats['visited'] >= (epochs - 1) * jnp.sum(batch.counts)
+            added = classwise.sums(z, batch.y, (batch.mask & last).astype(jnp.float32), len(batch.counts))
+            new['visited'] += jnp.sum(batch.mask)
+            new['tally'] = tree.add(v.stats['tally'], ClassRows(*added))
+        return z, new
+
+    return Objective(
+        init=init,
+        features=features,
+        logits=lambda v, z: task.logits(own(v), z),
+        loss=lambda v, z, batch: task.loss(own(v), z, batch),
+    )
