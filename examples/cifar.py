@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import data, evaluate, local, models, plots, recipes, simulate, training
+from fedjax_nc import base, data, evaluate, local, models, plots, recipes, simulate, training
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     'mlp': models.MLP,
@@ -32,6 +32,11 @@ MODEL = {'cifar10': 'resnet20', 'cifar100': 'resnet20', 'digits': 'mlp'}
 LR = {'cifar10': 0.04, 'cifar100': 0.01, 'digits': 0.02}
 ETF = {'cnn': {'dim': 64, 'scale': 10.0}}  # FedETF's frame and first temperature; C and 1 for the other models
 FREE = ('out', 'resume', 'rounds', 'data_dir', 'eval_every', 'clients_per_chunk')  # may differ when a run is resumed
+
+IMBALANCE = (
+    "largest class over smallest of a long-tailed training set, spread by FedLoGe's draws; clients are then tested on "
+    'the whole test set, its classes weighted as in their own data'
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,6 +74,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--clients', type=count, default=20)
     parser.add_argument('--participation', type=number(float, 0, 1, open_low=True), default=1.0, help='share a round')
     parser.add_argument('--alpha', type=positive, default=0.1, help='of the Dirichlet partition')
+    parser.add_argument('--imbalance', type=number(float, 1), default=1.0, help=IMBALANCE)
     parser.add_argument('--rounds', type=count, default=200)
     parser.add_argument('--local-epochs', type=count, default=3)
     parser.add_argument('--batch-size', type=count, default=128)
@@ -126,9 +132,15 @@ def load(args: argparse.Namespace) -> tuple[data.Dataset, Any, Any]:
     dataset = data.load_dataset(args.dataset, args.data_dir)
     if args.max_examples is not None:
         dataset = data.subset(dataset, args.max_examples, args.seed)
+    classes = dataset.num_classes
+    if args.imbalance > 1:
+        kept = data.long_tail(dataset.y_train, args.imbalance, seed=args.seed)
+        dataset = dataset._replace(x_train=dataset.x_train[kept], y_train=dataset.y_train[kept])
+        parts = data.dirichlet_draws(dataset.y_train, args.clients, args.alpha, seed=args.seed)
+        train = data.federate(dataset.x_train, dataset.y_train, parts, classes)
+        return dataset, train, data.common_test(dataset.x_test, dataset.y_test, args.clients, classes)
     parts = data.dirichlet(dataset.y_train, args.clients, args.alpha, seed=args.seed)
-    clients = data.federate(dataset.x_train, dataset.y_train, parts, dataset.num_classes)
-    return dataset, *data.split(clients, 0.3, seed=args.seed)
+    return dataset, *data.split(data.federate(dataset.x_train, dataset.y_train, parts, classes), 0.3, seed=args.seed)
 
 
 def build(args: argparse.Namespace) -> recipes.Recipe:
@@ -136,7 +148,8 @@ def build(args: argparse.Namespace) -> recipes.Recipe:
     module = MODELS[args.model](dtype=jnp.dtype(args.precision), **norm)
     plan = local.Plan(args.batch_size, args.local_epochs)
     etf = ETF.get(args.model, {})
-    return recipes.RECIPES[args.algorithm](models.from_flax(module), local.sgd(args.lr), plan, **etf)
+    client_opt = local.sgd(args.lr)
+    return recipes.RECIPES[args.algorithm](models.from_flax(module), client_opt, plan, rounds=args.rounds, **etf)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -152,23 +165,48 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     x_test, y_test = jnp.asarray(dataset.x_test), jnp.asarray(dataset.y_test)
 
-    def general(state: Any) -> dict[str, Any]:
-        table = evaluate.generic(recipe.train, state, x_test, y_test, dataset.num_classes)
+    def stage(algorithm: base.Algorithm) -> Any:
+        return simulate.compiled(simulate.make_round(algorithm, chunk=args.clients_per_chunk))
+
+    calibrate = recipe.calibrate and stage(recipe.calibrate)
+
+    def generic_model(state: base.State) -> tuple[base.Algorithm, base.State]:
+        """What a method would deliver if training ended here."""
+        if calibrate is None:
+            return recipe.personalize, state
+        begun = simulate.join(recipe.calibrate, k_tune, state.server, args.clients)
+        return recipe.calibrate, calibrate(k_tune, begun, train)[0]
+
+    def general(state: base.State) -> dict[str, Any]:
+        algorithm, model = generic_model(state)
+        table = evaluate.generic(algorithm, model, x_test, y_test, dataset.num_classes)
+        seen = {'accuracy': evaluate.accuracy(table)}
+        if args.imbalance > 1:
+            names = ('many', 'medium', 'few')
+            groups = evaluate.groups(jnp.sum(train.counts, axis=0))
+            seen |= dict(zip(names, evaluate.group_accuracy(table, groups), strict=True))
+        if recipe.refines:
+            trained = evaluate.generic(recipe.train, state, x_test, y_test, dataset.num_classes)
+            seen['accuracy_trained'] = evaluate.accuracy(trained)
         head = state.server.variables.params['head']
-        temperature = {'temperature': head['scale']} if 'scale' in head else {}
-        return {'accuracy': evaluate.accuracy(table), **temperature}
+        return seen | ({'temperature': head['scale']} if 'scale' in head else {})
+
+    def personal(algorithm: base.Algorithm, state: base.State, own: bool) -> dict[str, Any]:
+        tables = evaluate.per_client(algorithm, state, test, personal=own)
+        if args.imbalance == 1:
+            return evaluate.over_clients(tables)._asdict()
+        values = evaluate.weighted_accuracy(tables, data.class_weights(train, 'labels'))
+        return evaluate.over(values, train.size > 0)._asdict()
 
     run = training.run(
         recipe.train, k_train, state, train, rounds=args.rounds, cohort=cohort, chunk=args.clients_per_chunk,
         evaluate=general, eval_every=args.eval_every, out=args.out, resume=args.resume, name=args.algorithm,
     )  # fmt: skip
-    before = evaluate.over_clients(evaluate.per_client(recipe.train, run.state, test, personal=False))
-    state = simulate.join(recipe.personalize, k_tune, run.state.server, args.clients)
-    tune = simulate.compiled(simulate.make_round(recipe.personalize, chunk=args.clients_per_chunk))
-    state, report = tune(k_tune, state, train)
+    algorithm, model = generic_model(run.state)
+    before = personal(algorithm, model, own=False)
+    state, report = stage(recipe.personalize)(k_tune, recipe.enter(recipe.personalize, k_tune, model, train), train)
     tuned = all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves((state.clients, report.info.loss)))
-    after = evaluate.over_clients(evaluate.per_client(recipe.personalize, state, test))
-    personal = {'': after.mean, '_std': after.std, '_pooled': after.pooled, '_low': after.low}
+    after = personal(recipe.personalize, state, own=True)
     finished = args.out / 'summary.json'
     compile_seconds = run.compile_seconds or (known(finished)['compile_seconds'] if finished.exists() else 0.0)
 
@@ -177,10 +215,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         'dataset': args.dataset,
         'rounds': args.rounds,
         'global_accuracy': run.history[-1]['accuracy'],
-        'global_accuracy_last5': training.last_mean(run.history),
-        **{f'personal_accuracy{name}': float(value) if tuned else None for name, value in personal.items()},
-        'personal_accuracy_before': float(before.mean),
-        'personal_accuracy_before_std': float(before.std),
+        **{
+            f'global_{name}_last5': training.last_mean(run.history, name)
+            for name in ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
+            if name in run.history[-1]
+        },
+        **{
+            'personal_accuracy' + ('' if name == 'mean' else f'_{name}'): float(value) if tuned else None
+            for name, value in after.items()
+        },
+        'personal_accuracy_before': float(before['mean']),
+        'personal_accuracy_before_std': float(before['std']),
         'rounds_per_second': run.rounds_per_second,
         'compile_seconds': compile_seconds,
         'padded_work_share': float(np.mean([row['padded_work'] for row in run.history])),

@@ -7,11 +7,14 @@ happens, training or personalisation, is a round.
 from fedjax_nc import aggregators as aggregators
 from fedjax_nc import algorithms as algorithms
 from fedjax_nc import base as base
+from fedjax_nc import classwise as classwise
 from fedjax_nc import data as data
 from fedjax_nc import evaluate as evaluate
+from fedjax_nc import frames as frames
 from fedjax_nc import heads as heads
 from fedjax_nc import local as local
 from fedjax_nc import losses as losses
+from fedjax_nc import memory as memory
 from fedjax_nc import models as models
 from fedjax_nc import objective as objective
 from fedjax_nc import plots as plots

@@ -93,6 +93,76 @@ def weighted_accuracy(counts: Array, weights: Array) -> Array:
     return jnp.sum(weights * class_accuracy(counts), axis=-1) / jnp.where(total > 0, total, 1.0)
 
 
+def groups(counts: Array) -> Array:
+    """Whether a class has many (0), medium (1) or few (2) training examples: `[..., C] -> [..., C]` int32.
+
+    From the largest class down, 'many' are those up to the one with which three quarters of the examples are reached,
+    'medium' those up to 95 %, as in FedLoGe (Xiao et al., ICLR 2024). Rows of [K, C] counts are grouped each by itself.
+    """
+    counts = jnp.asarray(counts)
+    order = jnp.argsort(-counts, axis=-1)
+    ordered = jnp.take_along_axis(counts, order, axis=-1)
+    before = jnp.cumsum(ordered, axis=-1) - ordered
+    total = jnp.sum(counts, axis=-1, keepdims=True)
+    group = (4 * before >= 3 * total).astype(jnp.int32) + (20 * before >= 19 * total)
+    return jnp.take_along_axis(group, jnp.argsort(order, axis=-1), axis=-1)
+
+
+def by_group(values: Array, groups: Array) -> Array:
+    """Sums `values [..., C]` over the classes of each of `groups`: many, medium, few, `[..., 3]`."""
+    return jnp.sum(values[..., None] * jax.nn.one_hot(groups, 3, dtype=values.dtype), axis=-2)
+
+
+def group_accuracy(counts: Array, groups: Array) -> Array:
+    """Accuracy of tables `[..., C, C]` over the test examples of each of `groups [..., C]`: `[..., 3]`, 0 without any.
+
+    Accuracies of clients by their own groups are to be averaged over those that have any, with
+    `over(group_accuracy(tables, g), by_group(tables.sum(-1), g) > 0)`.
+    """
+    hits = by_group(jnp.diagonal(counts, axis1=-2, axis2=-1), groups)
+    return hits / jnp.maximum(by_group(jnp.sum(counts, axis=-1), groups), 1).astype(jnp.float32)
+
+
+def class_f1(counts: Array) -> Array:
+    """F1 score of each class, `[..., C, C] -> [..., C]`: `2 hits / (examples + predictions)`; 0 without either."""
+    met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2)
+    return 2.0 * jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(met, 1).astype(jnp.float32)
+
+
+def macro_f1(counts: Array) -> Array:
+    """Mean F1 score over the classes that a table holds or predicts: `[..., C, C] -> [...]`."""
+    met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2) > 0
+    return jnp.sum(class_f1(counts), axis=-1) / jnp.maximum(jnp.sum(met, axis=-1), 1)
+
+
+def weighted_f1(counts: Array) -> Array:
+    """Mean F1 score weighted by the examples of each true class: `[..., C, C] -> [...]`."""
+    support = jnp.sum(counts, axis=-1)
+    total = jnp.maximum(jnp.sum(support, axis=-1), 1).astype(jnp.float32)
+    return jnp.sum(support * class_f1(counts), axis=-1) / total
+
+
+class Over(NamedTuple):
+    """Mean and standard deviation of a number over the clients that count."""
+
+    mean: Array
+    std: Array  # of the population
+
+
+def over(values: Array, weight: Array) -> Over:
+    """Sums up `values [K, ...]` over clients; those of weight 0, or False, are left out, whatever their value.
+
+    Args:
+      values: one number for each client, or several.
+      weight: as `values` or [K], such as `data.size`, or whether a client counts.
+    """
+    weight = jnp.expand_dims(weight, range(weight.ndim, values.ndim)).astype(jnp.float32)
+    share = weight / jnp.maximum(jnp.sum(weight, axis=0), jnp.finfo(jnp.float32).tiny)
+    values = jnp.where(weight > 0, values, 0.0)
+    mean = jnp.sum(share * values, axis=0)
+    return Over(mean, jnp.sqrt(jnp.sum(share * jnp.square(values - mean), axis=0)))
+
+
 class OverClients(NamedTuple):
     """Accuracies of a population; clients without test examples are left out."""
 
@@ -106,8 +176,5 @@ def over_clients(counts: Array) -> OverClients:
     """Sums up tables [K, C, C] of all clients."""
     tested = jnp.sum(counts, axis=(-2, -1)) > 0
     values = accuracy(counts)
-    n = jnp.maximum(jnp.sum(tested), 1)
-    mean = jnp.sum(jnp.where(tested, values, 0.0)) / n
-    std = jnp.sqrt(jnp.sum(jnp.where(tested, jnp.square(values - mean), 0.0)) / n)
     low = jnp.nanpercentile(jnp.where(tested, values, jnp.nan), 10)
-    return OverClients(mean, std, accuracy(jnp.sum(counts, axis=0)), low)
+    return OverClients(*over(values, tested), accuracy(jnp.sum(counts, axis=0)), low)

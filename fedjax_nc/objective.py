@@ -1,5 +1,7 @@
 """Model, head and loss joined into the one thing that algorithms see."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -43,6 +45,16 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
 def on_features(task: Objective) -> Objective:
     """The same task for examples that are features already, as `local.featurize` makes them."""
     return task._replace(features=lambda v, batch: (batch.x, v.stats))
+
+
+def transformed(task: Objective, transform: Callable[[Array], Array]) -> Objective:
+    """The same task on transformed features: `[B, D] -> [B, D]`."""
+
+    def features(v: Variables, batch: Batch) -> tuple[Array, Tree]:
+        z, stats = task.features(v, batch)
+        return transform(z), stats
+
+    return task._replace(features=features)
 
 
 def predict(task: Objective, v: Variables, x: Array) -> Array:

@@ -9,7 +9,7 @@ import pytest
 import toys
 
 from fedjax_nc import evaluate, simulate, training
-from fedjax_nc.algorithms import fedavg
+from fedjax_nc.algorithms import fedavg, fedetf, fedetf_gmv, fednh, latest
 
 algorithm = fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, persist_momentum=True)
 
@@ -180,3 +180,23 @@ def test_last_mean_counts_evaluated_rounds_only():
     history = [{'round': i, **({'accuracy': i / 10} if i % 2 else {})} for i in range(1, 13)]
     np.testing.assert_allclose(training.last_mean(history), np.mean([3, 5, 7, 9, 11]) / 10)
     assert np.isnan(training.last_mean([{'round': 1}]))
+
+
+@pytest.mark.parametrize(
+    'algorithm',
+    [
+        fedetf.algorithm(toys.noisy, toys.opt, persist_momentum=True, plan=toys.PLAN),
+        fedetf_gmv.algorithm(toys.noisy, toys.opt, warm=1, features='online', plan=toys.PLAN),
+        latest.keep(fednh.algorithm(toys.tiny, toys.opt, plan=toys.PLAN)),
+    ],
+    ids=['fedetf', 'fedetf_gmv', 'fednh'],
+)
+def test_memories_prototypes_and_clients_models_survive_a_resumption(algorithm, data, tmp_path):
+    def go(rounds, out, **kwargs):
+        state = simulate.init(algorithm, toys.KEY, data)
+        return training.run(
+            algorithm, toys.KEY, state, data, rounds=rounds, cohort=4, out=out, progress=False, **kwargs
+        ).state
+
+    go(2, tmp_path / 'halves')
+    toys.same(go(3, tmp_path / 'halves', resume=True), go(3, tmp_path / 'whole'))

@@ -8,7 +8,7 @@ synthetic: small made-up data sets
 """
 
 from fedjax_nc.data import images
-from fedjax_nc.data.federated import class_weights, federate, split
+from fedjax_nc.data.federated import class_weights, common_test, federate, matched_tests, split
 from fedjax_nc.data.partition import (
     dirichlet,
     dirichlet_capped,
@@ -27,6 +27,7 @@ __all__ = [
     'DatasetUnavailableError',
     'class_weights',
     'clusters',
+    'common_test',
     'dirichlet',
     'dirichlet_capped',
     'dirichlet_draws',
@@ -36,6 +37,7 @@ __all__ = [
     'images',
     'load_dataset',
     'long_tail',
+    'matched_tests',
     'natural',
     'shards',
     'spiral',

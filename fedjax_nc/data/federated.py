@@ -82,6 +82,60 @@ def split(data: FederatedData, fraction: float, *, seed: int) -> tuple[Federated
     return first, second
 
 
+def common_test(x: ArrayLike, y: ArrayLike, num_clients: int, num_classes: int | None = None) -> FederatedData:
+    """Lets every client be tested on the whole pool.
+
+    The tables of `evaluate.per_client` on it, weighted by `class_weights` of the training data, give personal
+    accuracies without the noise of local test sets: `sum_c (n_kc / n_k) acc_kc` for 'labels'.
+
+    Args:
+        x: [P, ...] test examples.
+        y: [P] integers in [0, C).
+        num_clients: K.
+        num_classes: C, by default one more than the largest label.
+
+    Raises:
+        ValueError: if there is no client, or as for `federate`.
+    """
+    if num_clients < 1:
+        raise ValueError(f'`num_clients` must be at least 1; got {num_clients}.')
+    return federate(x, y, [np.arange(np.size(y))] * num_clients, num_classes)
+
+
+def matched_tests(counts: ArrayLike, x: ArrayLike, y: ArrayLike, *, total: int = 10_000, seed: int) -> FederatedData:
+    """Draws every client a test set with the class proportions of its training data.
+
+    The personalised test sets of FedLoGe (Xiao et al., ICLR 2024): `floor(total n_kc / N)` examples of class c, or all
+    that there are, drawn without replacement; clients may share examples. A class so rare that this is 0 is not
+    tested, and a client may have no test set. What client k draws depends on its counts, N, the seed and k alone.
+
+    Args:
+        counts: [K, C] label histograms of the training data, N examples in all.
+        x: [P, ...] test examples.
+        y: [P] integers in [0, C).
+        total: size of all test sets together, but for rounding.
+        seed: a non-negative integer.
+
+    Returns:
+        K clients on the test examples as their pool.
+
+    Raises:
+        ValueError: if `counts` is no table of counts, `total` < 1, or as for `federate`.
+    """
+    table, labels = np.asarray(counts), np.asarray(y)
+    if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer) or table.min() < 0 or not table.any():
+        raise ValueError(f'`counts` must be a table [K, C] of label counts; got shape {table.shape}, {table.dtype}.')
+    if total < 1:
+        raise ValueError(f'`total` must be at least 1; got {total}.')
+    wanted = table.astype(np.int64) * total // table.sum(dtype=np.int64)
+    pools = [np.flatnonzero(labels == c) for c in range(table.shape[1])]
+    parts = []
+    for k, row in enumerate(wanted):
+        rng = np.random.default_rng((seed, k))
+        parts.append(np.concatenate([rng.permutation(pool)[:n] for pool, n in zip(pools, row, strict=True)]))
+    return federate(x, y, parts, table.shape[1], allow_empty=True)
+
+
 def class_weights(data: FederatedData, kind: Literal['labels', 'present']) -> Array:
     """Weights w_kc with which a class counts in a client's personal accuracy on a common test set.
 

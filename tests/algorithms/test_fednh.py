@@ -103,7 +103,7 @@ def test_two_rounds(data, options):
     got = numbers(state.server.variables)
     for name, a, b in zip(('u', 's', 'w'), got, (u, s, w), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
-    assert abs(s - 2.0) > 0.005  # the scale is learned and averaged
+    assert abs(s - 2.0) > 5e-4  # the scale is learned and averaged
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_two_rounds(data, options):
     [
         ({'weigh': 'counts', 'unit_means': True}, (0.997784, 0.066537)),
         ({'weigh': 'counts', 'unit_means': False}, (0.999499, 0.031646)),
-        ({'weigh': 'agreement', 'unit_means': False}, (0.999354, 0.035935)),
+        ({'weigh': 'agreement', 'unit_means': True}, (0.999354, 0.035935)),
     ],
 )
 def test_worked_example(options, row):
@@ -119,7 +119,7 @@ def test_worked_example(options, row):
     w = np.array([[1, 0], [0, 1], [-1, 0]], np.float32)
     means = np.array([[[0.3, 0.4], [0, 0.5], [0, 0]], [[1, 0], [0, 0], [0, 0]]], np.float32)
     counts = np.array([[3, 1, 0], [1, 0, 0]], np.float32)
-    if options['weigh'] == 'agreement' or options['unit_means']:
+    if options['unit_means']:
         means = np.asarray(unit(means), np.float32)
     weight = counts if options['weigh'] == 'counts' else np.sign(counts) * np.exp((w * means).sum(-1))
     messages = ClassRows(jnp.asarray(means), jnp.asarray(weight))

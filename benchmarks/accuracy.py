@@ -1,0 +1,101 @@
+"""Tables of accuracy: methods side by side on the same clients, over several seeds.
+
+    python benchmarks/accuracy.py --data-dir ~/data                          # both reduced settings
+    python benchmarks/accuracy.py --data-dir ~/data --settings published     # FedETF's Table 1, hours on a GPU
+
+Each run is one of `examples/cifar.py` in `--out/SETTING/METHOD/SEED`. What is finished is not run again and what was
+interrupted is continued, so that the same command can be given until the table is complete. Writes SETTING.md there.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent / 'examples'))
+import cifar
+
+REDUCED = ['--model', 'cnn', '--participation', '0.25', '--lr', '0.01', '--batch-size', '32', '--eval-every', '5']
+SUMMARY = {'global_accuracy_last5': 'general', 'personal_accuracy': 'personal'}
+TAIL = {f'global_{name}_last5': name for name in ('many', 'medium', 'few')}
+
+
+class Setting(NamedTuple):
+    title: str
+    methods: tuple[str, ...]
+    arguments: list[str]
+    columns: dict[str, str]  # name in summary.json -> heading
+
+
+SETTINGS = {
+    'dirichlet': Setting(
+        'CIFAR-10, 10,000 images, 20 clients, Dirichlet(0.1), 5 clients a round, 60 rounds, small CNN',
+        ('fedavg', 'fedetf', 'fedetf_gmv', 'fednh', 'ccvr'),
+        [*REDUCED, '--max-examples', '10000', '--rounds', '60'],
+        SUMMARY,
+    ),
+    'longtail': Setting(
+        'CIFAR-10-LT, imbalance 100, 20 clients, Dirichlet(0.5), 5 clients a round, 60 rounds, small CNN',
+        ('fedavg', 'fedetf', 'fedloge'),
+        [*REDUCED, '--imbalance', '100', '--alpha', '0.5', '--rounds', '60'],
+        {'global_accuracy_last5': 'GM', **TAIL, 'personal_accuracy': 'PM'},
+    ),
+    'published': Setting(
+        "CIFAR-10, FedETF's published setting: 20 clients, Dirichlet(0.1), all of them in 200 rounds, ResNet-20",
+        ('fedavg', 'fedetf'),
+        ['--eval-every', '10'],
+        SUMMARY,
+    ),
+}
+
+
+def finished(out: Path, arguments: list[str]) -> dict[str, Any]:
+    """The summary of a run, which is begun or continued if it is not there yet."""
+    path = out / 'summary.json'
+    if not path.exists():
+        cifar.main([*arguments, '--out', str(out), '--resume'])
+    return json.loads(path.read_text())
+
+
+def table(setting: Setting, summaries: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: a row a method, mean ± standard deviation over seeds in %."""
+    lines = [f'| {setting.title} | {" | ".join(setting.columns.values())} |', '|---|' + '---|' * len(setting.columns)]
+    for method, runs in summaries.items():
+        cells = []
+        for name in setting.columns:
+            values = 100 * np.array([run[name] for run in runs])
+            cells.append(f'{values.mean():.1f} ± {values.std():.1f}' if len(runs) > 1 else f'{values[0]:.1f}')
+        lines.append(f'| {method} | {" | ".join(cells)} |')
+    return '\n'.join(lines) + '\n'
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--settings', nargs='+', choices=list(SETTINGS), default=['dirichlet', 'longtail'])
+    parser.add_argument('--methods', nargs='+', help='by default those of the setting')
+    parser.add_argument('--seeds', nargs='+', default=['0', '1', '2'])
+    parser.add_argument('--data-dir', default=None, help='where CIFAR-10 lies or is put')
+    parser.add_argument('--out', type=Path, default=Path('runs/accuracy'))
+    parser.add_argument(
+        '--more', nargs=argparse.REMAINDER, default=[], help='further arguments of cifar.py, at the end'
+    )
+    args = parser.parse_args(argv)
+    data = ['--data-dir', args.data_dir] if args.data_dir else []
+    for name in args.settings:
+        setting = SETTINGS[name]
+        found: dict[str, list[dict[str, Any]]] = {}
+        for seed in args.seeds:  # seed by seed, so that an unfinished table compares like with like
+            for method in args.methods or setting.methods:
+                arguments = ['--algorithm', method, '--seed', seed, *setting.arguments, *data, *args.more]
+                found.setdefault(method, []).append(finished(args.out / name / method / seed, arguments))
+                text = table(setting, found)
+                (args.out / f'{name}.md').write_text(text)
+        print(f'\n{text}\nSeeds {" ".join(args.seeds)}; jax {jax.__version__}, {jax.devices()[0].device_kind}\n')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,317 @@
+"""CCVR: a classifier that is calibrated, after training, on virtual features.
+
+No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data.
+Luo, Chen, Hu, Zhang, Liang, Feng. NeurIPS 2021. https://arxiv.org/abs/2106.05001
+
+Under the trained extractor f, client k sends for each class c the number `n_kc` of its features `z = psi(f(x))`, their
+mean and their scatter `S_kc = sum_j (z_j - mu_kc)(z_j - mu_kc)^T`. The server joins them to the moments of all,
+
+    mu_c = sum_k n_kc mu_kc / n_c,   Sigma_c = sum_k [S_kc + n_kc (mu_kc - mu_c)(mu_kc - mu_c)^T] / (n_c - 1),
+
+draws virtual features from `N(mu_c, Sigma_c)` and trains the head on them from where it stands. The paper writes
+`Sigma_c` with differences of `mu mu^T`: the same in exact numbers, but float32 loses all digits where means are large.
+
+It is a stage of one round on all clients, for any trained server state with a field `variables`:
+
+    state = simulate.join(stage, key, state.server, data.num_clients)
+    state, report = simulate.compiled(simulate.make_round(stage))(key, state, data)
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_nc import aggregators, classwise, losses
+from fedjax_nc.aggregators import ClassRows
+from fedjax_nc.algorithms import fedavg, finetune
+from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Info, Objective, Shard, Tree, Variables
+from fedjax_nc.local import Plan, featurize, sgd
+from fedjax_nc.objective import masked_mean, on_features
+
+Transform = Callable[[Array], Array]
+"""From features to features, [B, D] -> [B, D]."""
+
+
+class Message(NamedTuple):
+    """What a client sends; of a symmetric scatter, the upper triangle is enough."""
+
+    classes: ClassRows  # class means [C, D] and counts [C]
+    scatter: Array  # as of `scatter`
+
+
+class Gaussians(NamedTuple):
+    """One Gaussian a class; a class with `count` 0 is unknown."""
+
+    count: Array  # type: ignore[assignment]  # [C]
+    mean: Array  # [C, D]
+    cov: Array  # [C, D, D], or [C, D] where they are diagonal
+
+
+def tukey(power: float = 0.5, offset: float | None = None) -> Transform:
+    """ReLU and Tukey's ladder: `psi(z) = (max(z, 0) + offset)^power`, its log for power 0.
+
+    Args:
+      power: 1 is the plain ReLU; smaller ones make skewed features more Gaussian. The paper takes 0.5.
+      offset: by default 0 for a positive power and 1e-6 for others.
+
+    Raises:
+      ValueError: for a negative offset, or none where zero has no image.
+    """
+    shift = (0.0 if power > 0 else 1e-6) if offset is None else offset
+    if shift < 0 or (shift == 0 and power <= 0):
+        raise ValueError(f'offset {shift} leaves zeros without a power of {power}: take a small positive one')
+
+    def psi(z: Array) -> Array:
+        z = jax.nn.relu(z.astype(jnp.float32)) + shift
+        return jnp.log(z) if power == 0 else z**power
+
+    return psi
+
+
+def calibrate(
+    objective: Objective,
+    *,
+    transform: Transform | None = tukey(),  # noqa: B008
+    samples: int = 100,
+    proportional: bool = False,
+    covariance: str = 'full',
+    ridge: Array | float = 0.0,
+    raw_gaussians: bool = False,
+    plan: Plan = Plan(64, 50),  # noqa: B008
+    opt: optax.GradientTransformation | None = None,
+) -> Algorithm:
+    """One round of it on all clients refits the head; body, statistics and fixed parts stay bit for bit.
+
+    Its `predict` is that of the calibrated model, which sees transformed features.
+
+    Args:
+      objective: the task of training, with a trainable head. The refit minimises the plain cross-entropy.
+      transform: psi; None for raw features.
+      samples: virtual features of each class. The paper takes 100 for CIFAR-10, 500 for CIFAR-100 and 1000 for
+        CINIC-10. With 0 nothing happens at all.
+      proportional: whether they are shared out by class counts, `round(samples C n_c / n)`, instead of equally.
+      covariance: 'full', which sends [C, D, D] floats; 'diag', [C, D]; or 'tied', one for all classes, [D, D].
+      ridge: added to the covariances' diagonals; none is needed, as eigenvalues are clipped at zero.
+      raw_gaussians: whether Gaussians describe raw features and psi is applied to what is drawn from them. The paper
+        does not say; by default they describe what psi has made more Gaussian.
+      plan: batch size and epochs of the refit.
+      opt: its optimizer; by default SGD of rate 0.01 and momentum 0.9.
+
+    Raises:
+      ValueError: for another covariance or a negative number; when joined, if the head has nothing to train.
+    """
+    known(covariance)
+    for name, value in (('samples', samples), ('ridge', ridge)):
+        if isinstance(value, int | float) and value < 0:
+            raise ValueError(f'{name} must not be negative: {value}')
+    psi = transform if transform is not None and samples else identity
+    before, after = (identity, psi) if raw_gaussians else (psi, identity)
+
+    def init(key: Array, data: FederatedData) -> fedavg.Server:
+        return fedavg.Server(objective.init(key, data), (), jnp.int32(0))
+
+    def init_client(key: Array, server: Any) -> tuple[()]:
+        trainable(server.variables)
+        return ()
+
+    def client(key: Array, server: Any, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
+        own = featurize(lambda batch: before(objective.features(server.variables, batch)[0]), shard, plan.batch_size)
+        b = min(plan.batch_size, len(own.index))
+        info = Info(jnp.float32(0), jnp.int32(0), shard.size, -(-shard.size // b) * b)
+        return client, statistics(own, covariance), info
+
+    def server(key: Array, server: Any, aggregate: Aggregate) -> Any:
+        if not samples:
+            return server
+        k_sample, k_fit = jax.random.split(key)
+        gaussians = merge(aggregate.value['classes'], aggregate.value['scatter'], covariance)
+        virtual = sample(k_sample, gaussians, samples, proportional=proportional, ridge=ridge)
+        v, _ = refit(k_fit, objective, server.variables, virtual._replace(x=after(virtual.x)), plan=plan, opt=opt)
+        return server._replace(variables=v)
+
+    def predict(server: Any, client: Tree | None, x: Array) -> Array:
+        v = server.variables
+        return objective.logits(v, psi(objective.features(v, Batch(x))[0]))
+
+    every = aggregators.stacked(lambda classes, weights: classes)  # nobody's counts are zero
+    joined = aggregators.by_field(classes=every, scatter=aggregators.total)
+    return Algorithm(init, init_client, client, joined, server, predict)
+
+
+def oracle(
+    key: Array,
+    objective: Objective,
+    server: Any,
+    data: FederatedData,
+    *,
+    transform: Transform | None = None,
+    fraction: float = 1.0,
+    plan: Plan = Plan(64, 10),  # noqa: B008
+    opt: optax.GradientTransformation | None = None,
+) -> Any:
+    """The server state with its head refitted on the real features of all clients: a bound, NOT a federated method.
+
+    Args:
+      key: randomness of the choice of examples and of the refit.
+      objective: as for `calibrate`.
+      server: a trained server state.
+      data: the training data of all clients, pooled here.
+      transform: psi. To predict where there is one, use `calibrate(objective, transform=transform).predict`.
+      fraction: share of each class that is used, at least one example.
+      plan: batch size and epochs.
+      opt: as for `calibrate`.
+
+    Raises:
+      ValueError: for a fraction outside (0, 1], or if the head has nothing to train.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f'fraction must lie in (0, 1], not {fraction}')
+    k_pick, k_fit = jax.random.split(key)
+    v, psi = server.variables, transform or identity
+    rows = data.index[jnp.arange(data.index.shape[1]) < data.size[:, None]]
+    of_class = [rows[data.y[rows] == c] for c in range(data.num_classes)]
+    drawn = [jax.random.permutation(jax.random.fold_in(k_pick, c), r) for c, r in enumerate(of_class)]
+    drawn = [r[: max(1, round(fraction * len(r)))] for r in drawn]
+    counts = jnp.array([len(r) for r in drawn], jnp.int32)
+    shard = Shard(data.x, data.y, jnp.concatenate(drawn), jnp.sum(counts), counts)
+    seen = featurize(lambda batch: psi(objective.features(v, batch)[0]), shard, plan.batch_size)
+    return server._replace(variables=refit(k_fit, objective, v, seen, plan=plan, opt=opt)[0])
+
+
+def statistics(own: Shard, covariance: str = 'full') -> Message:
+    """What a client with features `own.x [N, D]`, as `local.featurize` makes them, tells about its classes."""
+    weight = classwise.real(own)
+    mean, count = classwise.means(own.x, own.y, weight, len(own.counts))
+    return Message(ClassRows(mean, count), scatter(own.x, own.y, weight, mean, covariance))
+
+
+def scatter(z: Array, y: Array, weight: Array, mean: Array, covariance: str = 'full') -> Array:
+    """Second moments of `z [n, D]` around the means `[C, D]` of their classes `y [n]`, weighted by `weight [n]`.
+
+    Returns:
+      [C, D, D]; for 'diag' their diagonals [C, D]; for 'tied' their sum [D, D].
+    """
+    known(covariance)
+    if covariance == 'full':
+        return classwise.scatter(z, y, weight, mean)
+    gap = jnp.where(weight[:, None] > 0, z - mean[y], 0.0)
+    if covariance == 'diag':
+        return classwise.sums(jnp.square(gap), y, weight, len(mean))[0]
+    return jnp.matmul((weight[:, None] * gap).T, gap, precision='highest')
+
+
+def merge(classes: ClassRows, scatters: Array, covariance: str = 'full') -> Gaussians:
+    """The unbiased moments of all clients' features from those of each, as if they had been pooled.
+
+    The scatter around the global mean is that within clients and that of the clients' means, each counted `n_kc` times.
+
+    Args:
+      classes: class means [K, C, D] and counts [K, C].
+      scatters: the sum over clients of their `scatter`.
+      covariance: of which kind they are.
+    """
+    clients, number, dim = classes.rows.shape
+    rows, y = classes.rows.reshape(-1, dim), jnp.tile(jnp.arange(number), clients)
+    mean, count = classwise.means(rows, y, classes.weight.ravel(), number)
+    spread = scatters + scatter(rows, y, classes.weight.ravel(), mean, covariance)
+    freedom = jnp.maximum(count - 1.0, 0.0)
+    if covariance == 'diag':
+        return Gaussians(count, mean, spread / jnp.maximum(freedom, 1.0)[:, None])
+    if covariance == 'tied':
+        spread, freedom = (jnp.broadcast_to(u, (number, *u.shape)) for u in (spread, jnp.sum(freedom)))
+    spread = 0.5 * (spread + jnp.swapaxes(spread, 1, 2))  # rounding left it a little askew
+    return Gaussians(count, mean, spread / jnp.maximum(freedom, 1.0)[:, None, None])
+
+
+def sample(
+    key: Array, gaussians: Gaussians, samples: int, *, proportional: bool = False, ridge: Array | float = 0.0
+) -> Shard:
+    """Virtual features as the data of a client: `z = mu_c + Q sqrt(max(w, 0)) eps` with `Sigma_c = Q diag(w) Q^T`.
+
+    That is exact for every covariance that is positive semidefinite, where Cholesky's and unclipped square roots give
+    NaN. Unknown classes have no samples. A class's samples depend on the key, its number and its Gaussian alone.
+
+    Args:
+      key: randomness.
+      gaussians: of each class.
+      samples: features of each known class, or with `proportional` their mean over all classes; at least 1.
+      proportional: whether class c gets `round(samples C n_c / n)`.
+      ridge: added to the eigenvalues.
+    """
+    count, classes = gaussians.count, len(gaussians.count)
+    share = samples * jnp.sign(count)
+    if proportional:
+        share = jnp.round(samples * classes * count / jnp.maximum(jnp.sum(count), 1.0))
+    # Classes are drawn in blocks of `samples`, of which only the last of each is cut: never more than 2 C of them.
+    blocks = jnp.ceil(share / samples).astype(jnp.int32)
+    ends = jnp.cumsum(blocks)
+
+    def draw(block: Array) -> tuple[Array, Array, Array]:
+        c = jnp.minimum(jnp.searchsorted(ends, block, side='right'), classes - 1)
+        turn = block - ends[c] + blocks[c]
+        k = jax.random.fold_in(jax.random.fold_in(key, c), turn)
+        z = gaussian(k, gaussians.mean[c], gaussians.cov[c], samples, ridge)
+        return z, jnp.full(samples, c), turn * samples + jnp.arange(samples) < share[c]
+
+    drawn = jax.lax.map(draw, jnp.arange((2 if proportional else 1) * classes))
+    z, y, real = (u.reshape(-1, *u.shape[2:]) for u in drawn)
+    share = share.astype(jnp.int32)
+    return Shard(z, y.astype(jnp.int32), jnp.argsort(~real), jnp.sum(share), share)  # real ones first
+
+
+def gaussian(key: Array, mean: Array, cov: Array, samples: int, ridge: Array | float = 0.0) -> Array:
+    """Draws [samples, D] from one Gaussian with `mean [D]` and `cov [D, D]`, or the variances [D]."""
+    eps = jax.random.normal(key, (samples, len(mean)))
+    if cov.ndim == 1:
+        return mean + jnp.sqrt(jnp.maximum(cov + ridge, 0.0)) * eps
+    w, q = jnp.linalg.eigh(cov)
+    return mean + jnp.matmul(eps, (q * jnp.sqrt(jnp.maximum(w + ridge, 0.0))).T, precision='highest')
+
+
+def refit(
+    key: Array,
+    objective: Objective,
+    v: Variables,
+    shard: Shard,
+    *,
+    plan: Plan = Plan(64, 50),  # noqa: B008
+    opt: optax.GradientTransformation | None = None,
+) -> tuple[Variables, Info]:
+    """Trains the head of `v` from where it stands by cross-entropy on `shard`, whose examples are features.
+
+    Classes without examples are masked, so that their weights are neither raised nor pushed down.
+
+    Raises:
+      ValueError: if the head has nothing to train.
+    """
+    absent = jnp.where(shard.counts > 0, 0.0, losses.ABSENT)
+
+    def loss(v: Variables, z: Array, batch: Batch) -> Array:
+        return masked_mean(losses.cross_entropy(objective.logits(v, z) + absent, batch.y), batch.mask)
+
+    def put(head: Tree) -> Variables:
+        return v._replace(params={**v.params, 'head': head})
+
+    task = on_features(objective)._replace(loss=loss)
+    opt = opt or sgd(0.01, momentum=0.9, weight_decay=0.0)(jnp.int32(0))
+    return finetune.fit(key, task, v, trainable(v), put, opt, shard, plan)
+
+
+def trainable(v: Variables) -> Tree:
+    """The parameters of the head; it must have some."""
+    head = v.params['head']
+    if not jax.tree.leaves(head):
+        raise ValueError('the head has no trainable parameters to calibrate: train with a linear or a projected one')
+    return head
+
+
+def known(covariance: str) -> None:
+    if covariance not in ('full', 'diag', 'tied'):
+        raise ValueError(f"covariance must be 'full', 'diag' or 'tied', not {covariance!r}")
+
+
+def identity(z: Array) -> Array:
+    return z
