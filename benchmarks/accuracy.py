@@ -19,7 +19,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent / 'examples'))
 import cifar
 
-REDUCED = ['--model', 'cnn', '--participation', '0.25', '--lr', '0.01', '--batch-size', '32', '--eval-every', '5']
+REDUCED = ['--model', 'cnn', '--participation', '0.25', '--rounds', '60', '--eval-every', '5']
+FEDETF = ['--lr', '0.01', '--batch-size', '32']
+FEDLOGE = ['--lr', '0.03', '--batch-size', '16', '--momentum', '0.5', '--weight-decay', '0']
 SUMMARY = {'global_accuracy_last5': 'general', 'personal_accuracy': 'personal'}
 TAIL = {f'global_{name}_last5': name for name in ('many', 'medium', 'few')}
 
@@ -35,13 +37,13 @@ SETTINGS = {
     'dirichlet': Setting(
         'CIFAR-10, 10,000 images, 20 clients, Dirichlet(0.1), 5 clients a round, 60 rounds, small CNN',
         ('fedavg', 'fedetf', 'fedetf_gmv', 'fednh', 'ccvr'),
-        [*REDUCED, '--max-examples', '10000', '--rounds', '60'],
+        [*REDUCED, *FEDETF, '--max-examples', '10000'],
         SUMMARY,
     ),
     'longtail': Setting(
         'CIFAR-10-LT, imbalance 100, 20 clients, Dirichlet(0.5), 5 clients a round, 60 rounds, small CNN',
         ('fedavg', 'fedetf', 'fedloge'),
-        [*REDUCED, '--imbalance', '100', '--alpha', '0.5', '--rounds', '60'],
+        [*REDUCED, *FEDLOGE, '--imbalance', '100', '--alpha', '0.5'],
         {'global_accuracy_last5': 'GM', **TAIL, 'personal_accuracy': 'PM'},
     ),
     'published': Setting(

@@ -79,6 +79,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--local-epochs', type=count, default=3)
     parser.add_argument('--batch-size', type=count, default=128)
     parser.add_argument('--lr', type=positive, help='by default 0.04, 0.01 for cifar100 and 0.02 for digits')
+    parser.add_argument('--momentum', type=number(float, 0, 1), default=0.9)
+    parser.add_argument('--weight-decay', type=number(float, 0), default=5e-4)
     parser.add_argument('--seed', type=number(int, 0, 2**31 - 1), default=0)
     parser.add_argument(
         '--clients-per-chunk', type=count, help='clients side by side; chosen for the device by default'
@@ -148,7 +150,7 @@ def build(args: argparse.Namespace) -> recipes.Recipe:
     module = MODELS[args.model](dtype=jnp.dtype(args.precision), **norm)
     plan = local.Plan(args.batch_size, args.local_epochs)
     etf = ETF.get(args.model, {})
-    client_opt = local.sgd(args.lr)
+    client_opt = local.sgd(args.lr, args.momentum, args.weight_decay)
     return recipes.RECIPES[args.algorithm](models.from_flax(module), client_opt, plan, rounds=args.rounds, **etf)
 
 

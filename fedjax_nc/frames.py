@@ -160,13 +160,15 @@ def sparse_etf(
       steps: another number of steps.
 
     Raises:
-      ValueError: if no ETF of this size exists, for a sparsity outside [0, 1) or an unknown solver, or if a column has
-        no entry left, which goes unnoticed under `jit`.
+      ValueError: if no ETF of this size exists, for numbers out of range or an unknown solver, or if a column has no
+        entry left, which goes unnoticed under `jit`.
     """
     if not 0 <= sparsity < 1:
         raise ValueError(f'sparsity must lie in [0, 1), not {sparsity}')
     if solver not in ('mma', 'gram'):
         raise ValueError(f"solver must be 'mma' or 'gram', not {solver!r}")
+    if norm <= 0 or (steps is not None and steps < 0):
+        raise ValueError(f'norm must be positive and steps not negative, not {norm} and {steps}')
     k_dense, k_zeros = jax.random.split(key)
     dense = simplex_etf(k_dense, dim, classes)
     zeros = int(sparsity * dim * classes + 1e-6)  # 0.29 * 100 is a little less than 29
@@ -231,6 +233,7 @@ class FrameQuality(NamedTuple):
     zeros: Array  # share of entries that are exactly zero
 
 
+@jax.jit
 def frame_quality(frame: Array) -> FrameQuality:
     """Measures a frame [d, C] of at least two columns, none of them zero. Variances are those of populations."""
     frame = frame.astype(jnp.float32)

@@ -141,6 +141,11 @@ def local_sgd(
     return Trained(params, stats, opt_state, info)
 
 
+def joined(first: Info, second: Info) -> Info:
+    """The work of two phases, with the loss of the second."""
+    return jax.tree.map(jnp.add, first, second)._replace(loss=second.loss)
+
+
 def sweep(fn: Callable[[Batch], Array], shard: Shard, batch_size: int, key: Array | None = None) -> Array:
     """`fn` of all the client's examples in index order: [N, ...], zero beyond its size.
 

@@ -50,19 +50,24 @@ def class_distribution(
     names = [str(c) for c in range(classes)] if class_names is None else list(class_names)
     width = float(np.clip(2.4 + 0.22 * clients, 5, 14))
     if kind == 'bubble':
-        figure, axes = _figure(width, float(np.clip(1.4 + 0.24 * classes, 3, 9)))
+        figure, (axes,) = _figure(width, float(np.clip(1.4 + 0.24 * classes, 3, 9)))
         _bubbles(axes, counts, names)
     else:
-        figure, axes = _figure(width, 3.6)
+        figure, (axes,) = _figure(width, 3.6)
         _bars(axes, counts, names)
     axes.set_xlabel('client')
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     return figure
 
 
+Curves = Mapping[str, tuple[ArrayLike, ArrayLike]]
+"""name -> (rounds [R], values [R] or [seeds, R])."""
+
+
 def accuracy_curves(
-    curves: Mapping[str, tuple[ArrayLike, ArrayLike]],
+    curves: Curves,
     *,
+    xlabel: str = 'communication round',
     ylabel: str = 'test accuracy [%]',
     title: str | None = None,
     percent: bool = True,
@@ -72,6 +77,7 @@ def accuracy_curves(
     Args:
         curves: name -> (rounds [R], accuracy [R] or [seeds, R]). Several seeds become their mean in a band of one
             standard deviation (ddof 0) to either side.
+        xlabel: label of the horizontal axis.
         ylabel: label of the vertical axis.
         title: title, none by default.
         percent: whether accuracy comes in [0, 1] and is to be shown in percent.
@@ -83,14 +89,92 @@ def accuracy_curves(
         ValueError: if there is no curve, or rounds and accuracy do not match.
         ImportError: without matplotlib.
     """
+    figure, (axes,) = _figure(6.4, 4.0)
+    _curves(axes, curves, 100 if percent else 1)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    if title:
+        axes.set_title(title, color=_INK)
+    _legend(figure, axes)
+    return figure
+
+
+def curve_panels(panels: Mapping[str, Curves], *, xlabel: str = 'communication round') -> 'Figure':
+    """Draws several measures over communication rounds, one panel each; the first has the legend for all.
+
+    Args:
+        panels: title -> curves, as for `accuracy_curves`.
+        xlabel: label of the horizontal axes.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: if there is no panel or a panel has no curve, or rounds and values do not match.
+        ImportError: without matplotlib.
+    """
+    figure, row = _figure(3.1, 2.7, len(panels))
+    for axes, (title, curves) in zip(row, panels.items(), strict=True):
+        _curves(axes, curves)
+        axes.set_xlabel(xlabel)
+        axes.set_title(title, fontsize=10, color=_INK)
+    _legend(figure, row[0])
+    return figure
+
+
+def heat_maps(
+    panels: Mapping[str, ArrayLike],
+    *,
+    xlabel: str = 'class',
+    ylabel: str = 'client',
+    limits: tuple[float, float] | None = None,
+) -> 'Figure':
+    """Draws matrices side by side as heat maps, dark for small values.
+
+    Args:
+        panels: title -> matrix [rows, columns].
+        xlabel: what the columns are.
+        ylabel: what the rows are.
+        limits: (low, high) of one colour scale for all; by default each has its own, from its least to its greatest.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: if there is no panel, or one is no matrix.
+        ImportError: without matplotlib.
+    """
+    matrices = {title: np.asarray(values, float) for title, values in panels.items()}
+    for title, values in matrices.items():
+        if values.ndim != 2 or not values.size:
+            raise ValueError(f'{title!r} needs a matrix; got shape {values.shape}.')
+    rows, columns = next(iter(matrices.values()), np.zeros((1, 1))).shape
+    cell = float(np.clip(3.2 / max(rows, columns), 0.05, 0.3))
+    figure, row = _figure(max(cell * columns, 1.6) + 1.1, max(cell * rows, 1.6) + 1.0, len(matrices))
+    low, high = limits or (None, None)
+    for axes, (title, values) in zip(row, matrices.items(), strict=True):
+        image = axes.imshow(values, aspect='auto', interpolation='nearest', cmap='viridis', vmin=low, vmax=high)
+        axes.spines[:].set_visible(False)
+        axes.set_title(title, fontsize=10, color=_INK)
+        axes.set_xlabel(xlabel)
+        for set_ticks, number in ((axes.set_yticks, len(values)), (axes.set_xticks, values.shape[1])):
+            _ticks(set_ticks, [str(i) for i in range(number)])
+        if limits is None or axes is row[-1]:
+            bar = figure.colorbar(image, ax=axes if limits is None else row, pad=0.02)
+            bar.outline.set_visible(False)
+            bar.ax.tick_params(length=0, labelsize=8, colors=_INK)
+    row[0].set_ylabel(ylabel)
+    return figure
+
+
+def _curves(axes: 'Axes', curves: Curves, scale: float = 1) -> None:
     if not curves:
         raise ValueError('`curves` is empty: give at least one name -> (rounds, accuracy).')
-    figure, axes = _figure(6.4, 4.0)
-    for i, (name, (rounds, accuracy)) in enumerate(curves.items()):
-        x, y = np.asarray(rounds), np.atleast_2d(np.asarray(accuracy, float)) * (100 if percent else 1)
+    for i, (name, (rounds, values)) in enumerate(curves.items()):
+        x, y = np.asarray(rounds), np.atleast_2d(np.asarray(values, float)) * scale
         if x.ndim != 1 or y.ndim != 2 or y.shape[1] != len(x):
             raise ValueError(
-                f'{name!r} needs rounds [R] and accuracy [R] or [seeds, R]; got {x.shape} and {np.shape(accuracy)}.'
+                f'{name!r} needs rounds [R] and accuracy [R] or [seeds, R]; got {x.shape} and {np.shape(values)}.'
             )
         mean, color = y.mean(0), _COLORS[i % len(_COLORS)]
         every = max(len(x) // 8, 1)
@@ -108,32 +192,30 @@ def accuracy_curves(
         )
         if len(y) > 1:
             axes.fill_between(x, mean - y.std(0), mean + y.std(0), color=color, alpha=0.18, linewidth=0)
-    axes.set_xlabel('communication round')
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
-    axes.set_ylabel(ylabel)
-    if title:
-        axes.set_title(title, color=_INK)
     axes.grid(color='#e4e4e4', linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
-    _legend(figure, axes)
-    return figure
 
 
-def _figure(width: float, height: float) -> tuple['Figure', 'Axes']:
+def _figure(width: float, height: float, columns: int = 1) -> tuple['Figure', list['Axes']]:
+    """A row of axes, each of the given inches."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('figures need matplotlib: pip install "fedjax_nc[examples]"') from error
-    figure = Figure(figsize=(width, height), dpi=150, layout='constrained')
+    if columns < 1:
+        raise ValueError('`panels` is empty: give at least one title.')
+    figure = Figure(figsize=(width * columns, height), dpi=150, layout='constrained')
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # type: ignore[union-attr, call-arg]
-    axes = figure.add_subplot()
-    axes.spines[['top', 'right']].set_visible(False)
-    axes.spines[['left', 'bottom']].set_color(_INK)
-    axes.tick_params(colors=_INK)
-    return figure, axes
+    row = list(figure.subplots(1, columns, squeeze=False)[0])
+    for axes in row:
+        axes.spines[['top', 'right']].set_visible(False)
+        axes.spines[['left', 'bottom']].set_color(_INK)
+        axes.tick_params(colors=_INK)
+    return figure, row
 
 
 def _legend(figure: 'Figure', axes: 'Axes') -> None:
@@ -157,7 +239,7 @@ def _bubbles(axes: 'Axes', counts: np.ndarray, names: list[str]) -> None:
     axes.set_xlim(-0.8, clients - 0.2)
     axes.set_ylim(-0.8, classes - 0.2)
     axes.set_ylabel('class')
-    _class_ticks(axes.set_yticks, names)
+    _ticks(axes.set_yticks, names)
     axes.grid(color='#eeeeee', linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_title(f'area: examples, at most {counts.max():,} of one class on a client', fontsize=9, color=_INK)
@@ -185,13 +267,13 @@ def _bars(axes: 'Axes', counts: np.ndarray, names: list[str]) -> None:
     assert figure is not None
     norm = BoundaryNorm(np.arange(classes + 1) - 0.5, classes)
     bar = figure.colorbar(ScalarMappable(norm, colors), ax=axes, label='class', pad=0.02)
-    _class_ticks(bar.set_ticks, names)
+    _ticks(bar.set_ticks, names)
     bar.minorticks_off()
     bar.ax.tick_params(length=0)
     bar.outline.set_visible(False)
 
 
-def _class_ticks(set_ticks: Any, names: list[str]) -> None:
+def _ticks(set_ticks: Any, names: list[str]) -> None:
     step = next((n for n in (1, 2, 5, 10, 20, 50, 100) if len(names) <= 12 * n), 200)
     shown = range(0, len(names), step)
     set_ticks(list(shown), labels=[names[c] for c in shown])

@@ -104,5 +104,5 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     'ccvr': ccvr_recipe,
     'fedloge': fedloge_recipe,
 }
-"""(model, client_opt, plan, *, dim, scale, rounds) -> recipe: dimension of FedETF's frame, first temperature of the heads
+"""(model, client_opt, plan, *, dim, scale, rounds) -> recipe: dimension of FedETF's frame, first temperature of heads
 that compare angles, and how long training will be. A method that has no use for one ignores it."""

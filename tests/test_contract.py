@@ -1,5 +1,7 @@
 """What every algorithm and stage must do, whatever it is: add yours to the list."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,8 +9,8 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import simulate
-from fedjax_nc.algorithms import fedavg, fedetf, fedetf_gmv, fednh, fedprox, feduh, finetune, latest
+from fedjax_nc import frames, local, simulate
+from fedjax_nc.algorithms import ccvr, fedavg, fedetf, fedetf_gmv, fedloge, fednh, fedprox, feduh, finetune, latest
 
 ALGORITHMS = {
     'fedavg': fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN),
@@ -22,6 +24,11 @@ ALGORITHMS = {
     'fedetf + gmv, online': fedetf_gmv.algorithm(toys.noisy, toys.opt, warm=1, features='online', plan=toys.PLAN),
     'feduh': feduh.algorithm(toys.tiny, toys.opt, plan=toys.PLAN),
     'fednh': latest.keep(fednh.algorithm(toys.tiny, toys.opt, plan=toys.PLAN)),
+    'fedloge': fedloge.algorithm(
+        toys.tiny, toys.opt, plan=toys.PLAN, frame=functools.partial(frames.sparse_etf, solver='gram', steps=50)
+    ),
+    'fedloge realigned': fedloge.realign(toys.tiny, toys.opt, plan=toys.PLAN, finetune_epochs=1),
+    'ccvr': ccvr.calibrate(toys.task, samples=20, plan=local.Plan(32, 2)),
     'finetune': finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN),
     'fedetf personal': fedetf.personalize(toys.tiny, toys.opt, plan=toys.PLAN, cycles=2),
 }
@@ -34,9 +41,12 @@ def algorithm(request):
 
 
 def start(algorithm, data):
-    if algorithm is ALGORITHMS['fedetf personal']:  # a stage takes over from training
+    # Stages take over from training.
+    if algorithm is ALGORITHMS['fedetf personal']:
         trained = simulate.init(ALGORITHMS['fedetf'], toys.KEY, data)
         return simulate.join(algorithm, toys.KEY, trained.server, data.num_clients)
+    if algorithm is ALGORITHMS['fedloge realigned']:
+        return fedloge.stage_state(simulate.init(ALGORITHMS['fedloge'], toys.KEY, data))
     return simulate.init(algorithm, toys.KEY, data)
 
 

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from sklearn.metrics import f1_score
 
 from fedjax_nc import evaluate, simulate
 from fedjax_nc.algorithms import finetune
@@ -63,3 +64,65 @@ def test_test_sets_that_do_not_fit_are_refused(data, change, match):
     y = data.y[:-1] if change is None else data.y + change
     with pytest.raises(ValueError, match=match):
         evaluate.generic(stage, state, data.x, y, toys.CLASSES)
+
+
+def test_numbers_over_clients_that_count():
+    values = jnp.asarray([1.0, jnp.nan, 4.0, 5.0])
+    out = evaluate.over(values, jnp.asarray([True, False, True, True]))
+    np.testing.assert_allclose(out, [10 / 3, np.std([1, 4, 5])], rtol=1e-6)
+    out = evaluate.over(jnp.stack([values, values], axis=1), jnp.asarray([2, 0, 1, 1]))
+    np.testing.assert_allclose(out.mean, [11 / 4] * 2, rtol=1e-6)
+    np.testing.assert_allclose(out.std, [np.std([1, 1, 4, 5])] * 2, rtol=1e-6)
+    np.testing.assert_array_equal(evaluate.over(values, jnp.zeros(4)), [0, 0])
+
+
+def tail(largest, imbalance, classes):
+    return np.floor(largest * (1 / imbalance) ** (np.arange(classes) / (classes - 1)) + 1e-9).astype(int)
+
+
+@pytest.mark.parametrize(
+    ('counts', 'sizes'),
+    [
+        (tail(500, 100, 100), (30, 31, 39)),  # CIFAR-100 as FedLoGe has it
+        (tail(5000, 100, 10), (3, 3, 4)),
+        (tail(5000, 50, 10), (4, 3, 3)),
+        ([10] * 20, (15, 4, 1)),
+        ([75, 20, 5], (1, 1, 1)),  # the class that reaches a bound is the last of its group
+        ([7, 0], (1, 0, 1)),
+    ],
+)
+def test_groups_of_frequent_and_rare_classes(counts, sizes):
+    counts = np.asarray(counts)
+    order = np.random.default_rng(0).permutation(len(counts))
+    got = np.asarray(evaluate.groups(jnp.asarray(counts[order])))
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(np.bincount(got, minlength=3), sizes)
+    smallest = [counts[order][got == g].min() for g in range(3) if (got == g).any()]
+    largest = [counts[order][got == g].max() for g in range(3) if (got == g).any()]
+    assert all(low >= high for low, high in zip(smallest, largest[1:], strict=False))
+
+
+def test_accuracy_by_groups():
+    counts = jnp.asarray([[60, 25, 10, 5], [0, 0, 10, 0]])  # of two clients
+    group = evaluate.groups(counts)
+    np.testing.assert_array_equal(group, [[0, 0, 1, 2], [2, 2, 0, 2]])
+    table = jnp.asarray([[3, 1, 0, 0], [2, 4, 0, 0], [0, 0, 0, 2], [0, 0, 0, 0]])
+    np.testing.assert_allclose(evaluate.group_accuracy(table, group[0]), [7 / 10, 0, 0])
+    both = evaluate.group_accuracy(jnp.stack([table, table]), group)
+    np.testing.assert_allclose(both, [[7 / 10, 0, 0], [0, 0, 7 / 10]])
+    tested = evaluate.by_group(jnp.sum(table, axis=-1), group)
+    np.testing.assert_array_equal(tested, [[10, 2, 0], [2, 0, 10]])
+    np.testing.assert_allclose(evaluate.over(both, tested > 0).mean, [0.35, 0, 0.7])
+
+
+def test_f1_scores_are_those_of_scikit_learn():
+    rng = np.random.default_rng(0)
+    truth, guess = rng.integers(0, 4, (2, 60))  # of six classes: two are neither held nor guessed
+    guess[guess == 2] = 3
+    truth[truth == 0] = 1  # one is held and never guessed, one guessed and never held
+    table = np.zeros((6, 6), int)
+    np.add.at(table, (truth, guess), 1)
+    tables = jnp.asarray([table, np.zeros((6, 6), int)])
+    for ours, average in ((evaluate.macro_f1, 'macro'), (evaluate.weighted_f1, 'weighted')):
+        want = f1_score(truth, guess, average=average, zero_division=0)
+        np.testing.assert_allclose(ours(tables), [want, 0.0], rtol=1e-6)

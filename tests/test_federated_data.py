@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_nc.data import class_weights, clusters, dirichlet, federate, spiral, split
+from fedjax_nc import evaluate
+from fedjax_nc.data import class_weights, clusters, common_test, dirichlet, federate, matched_tests, spiral, split
 
 
 @pytest.fixture
@@ -119,6 +120,64 @@ def test_class_weights_give_the_published_accuracies():
     np.testing.assert_allclose(class_weights(data, 'labels')[0], [0.75, 0.25, 0])
     with pytest.raises(ValueError, match='`kind`'):
         class_weights(data, 'uniform')
+
+
+def test_the_common_test_gives_personal_accuracies_without_noise(pool):
+    """`PM_k = sum_c (n_kc / n_k) acc_kc` with the accuracy over all test examples of class c."""
+    x, y = pool
+    train = federate(x, y, dirichlet(y[:200], 4, 0.5, seed=0))
+    test = common_test(x[200:], y[200:], 4, 5)
+    assert test.x.shape[0] == 100
+    np.testing.assert_array_equal(test.counts, np.tile(np.bincount(y[200:]), (4, 1)))
+    guess = np.random.default_rng(1).integers(0, 5, (4, 100))
+    tables, want = np.zeros((4, 5, 5), int), np.zeros(4)
+    for k in range(4):
+        np.add.at(tables[k], (np.asarray(test.y)[rows(test, k)], guess[k][rows(test, k)]), 1)
+        for c in range(5):
+            share = int(train.counts[k, c]) / int(train.size[k])
+            want[k] += share * (guess[k][y[200:] == c] == c).mean()
+    got = evaluate.weighted_accuracy(jnp.asarray(tables), class_weights(train, 'labels'))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    with pytest.raises(ValueError, match='`num_clients`'):
+        common_test(x, y, 0)
+
+
+def test_matched_tests(pool):
+    x, y = pool
+    counts = np.array([[70, 3, 0, 0, 0], [0, 40, 1, 40, 0], [0, 0, 0, 1, 0]])  # 155 in all
+    data = matched_tests(counts, x, y, total=310, seed=0)
+    pools = np.bincount(y)
+    assert pools[0] < 140
+    want = np.array([[pools[0], 6, 0, 0, 0], [0, min(pools[1], 80), 2, min(pools[3], 80), 0], [0, 0, 0, 2, 0]])
+    np.testing.assert_array_equal(data.counts, want)
+    np.testing.assert_array_equal(matched_tests(counts, x, y, total=100, seed=0).counts[2], 0)  # too rare to be tested
+    for k in range(3):
+        assert len(set(rows(data, k).tolist())) == int(data.size[k])  # without replacement
+        np.testing.assert_array_equal(np.bincount(y[rows(data, k)], minlength=5), want[k])
+    other = matched_tests(counts, x, y, total=310, seed=1)
+    assert set(rows(other, 2)) != set(rows(data, 2))
+
+
+def test_the_matched_test_of_one_client_ignores_the_others(pool):
+    x, y = pool
+    counts = np.array([[5, 5, 0, 0, 0], [3, 0, 9, 0, 0], [0, 0, 0, 4, 4]])
+    data, other = (matched_tests(table, x, y, total=90, seed=3) for table in (counts, counts[[2, 1, 0]]))
+    np.testing.assert_array_equal(rows(data, 1), rows(other, 1))
+
+
+def test_matched_tests_of_many_examples_do_not_overflow(pool):
+    data = matched_tests(jnp.asarray([[400_000, 0, 0, 0, 0], [100_000, 0, 0, 0, 300_000]]), *pool, total=40, seed=0)
+    np.testing.assert_array_equal(data.counts, [[20, 0, 0, 0, 0], [5, 0, 0, 0, 15]])
+
+
+@pytest.mark.parametrize(
+    ('counts', 'total', 'match'),
+    [([1, 2], 10, r'table \[K, C\]'), ([[0.5]], 10, 'label counts'), ([[0, 0]], 10, 'label counts'),
+     ([[-1, 2]], 10, 'label counts'), ([[1] * 5], 0, '`total`'), ([[1, 2]], 10, r'must lie in \[0, 2\)')],
+)  # fmt: skip
+def test_matched_tests_refuse(pool, counts, total, match):
+    with pytest.raises(ValueError, match=match):
+        matched_tests(counts, *pool, total=total, seed=0)
 
 
 def test_clusters_can_be_told_apart():

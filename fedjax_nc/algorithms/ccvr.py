@@ -172,11 +172,12 @@ def oracle(
     k_pick, k_fit = jax.random.split(key)
     v, psi = server.variables, transform or identity
     rows = data.index[jnp.arange(data.index.shape[1]) < data.size[:, None]]
-    of_class = [rows[data.y[rows] == c] for c in range(data.num_classes)]
-    drawn = [jax.random.permutation(jax.random.fold_in(k_pick, c), r) for c, r in enumerate(of_class)]
-    drawn = [r[: max(1, round(fraction * len(r)))] for r in drawn]
-    counts = jnp.array([len(r) for r in drawn], jnp.int32)
-    shard = Shard(data.x, data.y, jnp.concatenate(drawn), jnp.sum(counts), counts)
+    rows = rows[jnp.lexsort((jax.random.uniform(k_pick, rows.shape), data.y[rows]))]  # class by class, each shuffled
+    held = jnp.sum(data.counts, axis=0)
+    used = jnp.minimum(held, jnp.maximum(jnp.round(fraction * held), 1)).astype(jnp.int32)
+    rank = jnp.arange(len(rows)) - (jnp.cumsum(held) - held)[data.y[rows]]
+    rows = rows[rank < used[data.y[rows]]]
+    shard = Shard(data.x, data.y, rows, jnp.sum(used), used)
     seen = featurize(lambda batch: psi(objective.features(v, batch)[0]), shard, plan.batch_size)
     return server._replace(variables=refit(k_fit, objective, v, seen, plan=plan, opt=opt)[0])
 

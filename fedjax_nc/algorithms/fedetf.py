@@ -20,7 +20,7 @@ import optax
 from fedjax_nc import heads, losses
 from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import Algorithm, Array, Info, Model, Shard, Tree, Variables
-from fedjax_nc.local import ClientOptimizer, Plan, featurize, sgd
+from fedjax_nc.local import ClientOptimizer, Plan, featurize, joined, sgd
 from fedjax_nc.objective import objective, on_features
 
 
@@ -161,8 +161,3 @@ def personalize(
         return mine, (), joined(a, b)
 
     return second._replace(client=client)
-
-
-def joined(first: Info, second: Info) -> Info:
-    """The work of two phases, with the loss of the second."""
-    return jax.tree.map(jnp.add, first, second)._replace(loss=second.loss)

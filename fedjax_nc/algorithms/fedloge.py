@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_nc import aggregators, frames, heads, losses, tree
-from fedjax_nc.algorithms import fedavg, fedetf, finetune
+from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import Algorithm, Array, Batch, FederatedData, Info, Model, Shard, State, Tree, Variables
-from fedjax_nc.local import ClientOptimizer, Plan, featurize
+from fedjax_nc.local import ClientOptimizer, Plan, featurize, joined
 from fedjax_nc.objective import masked_mean, objective, on_features
 
 
@@ -184,7 +184,7 @@ def realign(
         realigned = tree.where(known, local_realign(psi, head), psi)
         if finetune_epochs:
             realigned, tuned = fit(k_tune, realigned, opt, own, finetune_epochs)
-            info = fedetf.joined(info, tuned)
+            info = joined(info, tuned)
         head = tree.where(known, head, tree.zeros(head))
         return Personal(head, client.seen, realigned, shard.counts > 0), (), info
 
