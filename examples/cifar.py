@@ -34,8 +34,8 @@ ETF = {'cnn': {'dim': 64, 'scale': 10.0}}  # FedETF's frame and first temperatur
 FREE = ('out', 'resume', 'rounds', 'data_dir', 'eval_every', 'clients_per_chunk')  # may differ when a run is resumed
 
 IMBALANCE = (
-    "largest class over smallest of a long-tailed training set, spread by FedLoGe's draws; clients are then tested on "
-    'the whole test set, its classes weighted as in their own data'
+    'largest class over smallest of a long-tailed training set; it is spread over clients, who are tested on parts '
+    'of the test set, as in FedLoGe'
 )
 
 
@@ -140,7 +140,9 @@ def load(args: argparse.Namespace) -> tuple[data.Dataset, Any, Any]:
         dataset = dataset._replace(x_train=dataset.x_train[kept], y_train=dataset.y_train[kept])
         parts = data.dirichlet_draws(dataset.y_train, args.clients, args.alpha, seed=args.seed)
         train = data.federate(dataset.x_train, dataset.y_train, parts, classes)
-        return dataset, train, data.common_test(dataset.x_test, dataset.y_test, args.clients, classes)
+        total = len(dataset.y_test)
+        test = data.matched_tests(train.counts, dataset.x_test, dataset.y_test, total=total, seed=args.seed)
+        return dataset, train, test
     parts = data.dirichlet(dataset.y_train, args.clients, args.alpha, seed=args.seed)
     return dataset, *data.split(data.federate(dataset.x_train, dataset.y_train, parts, classes), 0.3, seed=args.seed)
 
@@ -193,22 +195,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         head = state.server.variables.params['head']
         return seen | ({'temperature': head['scale']} if 'scale' in head else {})
 
-    def personal(algorithm: base.Algorithm, state: base.State, own: bool) -> dict[str, Any]:
-        tables = evaluate.per_client(algorithm, state, test, personal=own)
-        if args.imbalance == 1:
-            return evaluate.over_clients(tables)._asdict()
-        values = evaluate.weighted_accuracy(tables, data.class_weights(train, 'labels'))
-        return evaluate.over(values, train.size > 0)._asdict()
-
     run = training.run(
         recipe.train, k_train, state, train, rounds=args.rounds, cohort=cohort, chunk=args.clients_per_chunk,
         evaluate=general, eval_every=args.eval_every, out=args.out, resume=args.resume, name=args.algorithm,
     )  # fmt: skip
     algorithm, model = generic_model(run.state)
-    before = personal(algorithm, model, own=False)
+    before = evaluate.over_clients(evaluate.per_client(algorithm, model, test, personal=False))
     state, report = stage(recipe.personalize)(k_tune, recipe.enter(recipe.personalize, k_tune, model, train), train)
     tuned = all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves((state.clients, report.info.loss)))
-    after = personal(recipe.personalize, state, own=True)
+    after = evaluate.over_clients(evaluate.per_client(recipe.personalize, state, test))
+    personal = {'': after.mean, '_std': after.std, '_pooled': after.pooled, '_low': after.low}
     finished = args.out / 'summary.json'
     compile_seconds = run.compile_seconds or (known(finished)['compile_seconds'] if finished.exists() else 0.0)
 
@@ -222,12 +218,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             for name in ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
             if name in run.history[-1]
         },
-        **{
-            'personal_accuracy' + ('' if name == 'mean' else f'_{name}'): float(value) if tuned else None
-            for name, value in after.items()
-        },
-        'personal_accuracy_before': float(before['mean']),
-        'personal_accuracy_before_std': float(before['std']),
+        **{f'personal_accuracy{name}': float(value) if tuned else None for name, value in personal.items()},
+        'personal_accuracy_before': float(before.mean),
+        'personal_accuracy_before_std': float(before.std),
         'rounds_per_second': run.rounds_per_second,
         'compile_seconds': compile_seconds,
         'padded_work_share': float(np.mean([row['padded_work'] for row in run.history])),
