@@ -243,11 +243,11 @@ def sample(
       ridge: added to the eigenvalues.
     """
     count, classes = gaussians.count, len(gaussians.count)
-    share = samples * jnp.sign(count)
+    share = samples * (count > 0).astype(jnp.int32)
     if proportional:
-        share = jnp.round(samples * classes * count / jnp.maximum(jnp.sum(count), 1.0))
+        share = jnp.round(samples * classes * count / jnp.maximum(jnp.sum(count), 1.0)).astype(jnp.int32)
     # Classes are drawn in blocks of `samples`, of which only the last of each is cut: never more than 2 C of them.
-    blocks = jnp.ceil(share / samples).astype(jnp.int32)
+    blocks = -(-share // samples)
     ends = jnp.cumsum(blocks)
 
     def draw(block: Array) -> tuple[Array, Array, Array]:
@@ -259,7 +259,6 @@ def sample(
 
     drawn = jax.lax.map(draw, jnp.arange((2 if proportional else 1) * classes))
     z, y, real = (u.reshape(-1, *u.shape[2:]) for u in drawn)
-    share = share.astype(jnp.int32)
     return Shard(z, y.astype(jnp.int32), jnp.argsort(~real), jnp.sum(share), share)  # real ones first
 
 
