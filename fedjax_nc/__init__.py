@@ -11,6 +11,7 @@ from fedjax_nc import classwise as classwise
 from fedjax_nc import data as data
 from fedjax_nc import evaluate as evaluate
 from fedjax_nc import frames as frames
+from fedjax_nc import gaussians as gaussians
 from fedjax_nc import heads as heads
 from fedjax_nc import local as local
 from fedjax_nc import losses as losses

@@ -1,0 +1,110 @@
+"""A Gaussian for each class: from clients' second moments to virtual features.
+
+What CCVR (Luo et al., NeurIPS 2021) puts between clients and server. Covariances are 'full', a matrix [D, D] for each
+class; 'diag', its diagonal; or 'tied', one matrix for all. Moments are float32 and of centred features throughout: the
+mean of squares less the square of the mean would lose all digits where means are large.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_nc import classwise
+from fedjax_nc.aggregators import ClassRows
+from fedjax_nc.base import Array, Shard
+
+
+class Gaussians(NamedTuple):
+    """One Gaussian a class; a class with `count` 0 is unknown."""
+
+    count: Array  # type: ignore[assignment]  # [C]
+    mean: Array  # [C, D]
+    cov: Array  # [C, D, D], or [C, D] where they are diagonal
+
+
+def scatter(z: Array, y: Array, weight: Array, mean: Array, covariance: str = 'full') -> Array:
+    """Second moments of `z [n, D]` around the means `[C, D]` of their classes `y [n]`, weighted by `weight [n]`.
+
+    Returns:
+      [C, D, D]; for 'diag' their diagonals [C, D]; for 'tied' their sum [D, D].
+    """
+    known(covariance)
+    if covariance == 'full':
+        return classwise.scatter(z, y, weight, mean)
+    gap = jnp.where(weight[:, None] > 0, z - mean[y], 0.0)
+    if covariance == 'diag':
+        return classwise.sums(jnp.square(gap), y, weight, len(mean))[0]
+    return jnp.matmul((weight[:, None] * gap).T, gap, precision='highest')
+
+
+def merge(classes: ClassRows, scatters: Array, covariance: str = 'full') -> Gaussians:
+    """The unbiased moments of all clients' features from those of each, as if they had been pooled.
+
+    The scatter around the global mean is that within clients and that of the clients' means, each counted `n_kc` times.
+
+    Args:
+      classes: class means [K, C, D] and counts [K, C].
+      scatters: the sum over clients of their `scatter`.
+      covariance: of which kind they are.
+    """
+    clients, number, dim = classes.rows.shape
+    rows, y = classes.rows.reshape(-1, dim), jnp.tile(jnp.arange(number), clients)
+    mean, count = classwise.means(rows, y, classes.weight.ravel(), number)
+    spread = scatters + scatter(rows, y, classes.weight.ravel(), mean, covariance)
+    freedom = jnp.maximum(count - 1.0, 0.0)
+    if covariance == 'diag':
+        return Gaussians(count, mean, spread / jnp.maximum(freedom, 1.0)[:, None])
+    if covariance == 'tied':
+        spread, freedom = (jnp.broadcast_to(u, (number, *u.shape)) for u in (spread, jnp.sum(freedom)))
+    spread = 0.5 * (spread + jnp.swapaxes(spread, 1, 2))  # rounding left it a little askew
+    return Gaussians(count, mean, spread / jnp.maximum(freedom, 1.0)[:, None, None])
+
+
+def sample(
+    key: Array, gaussians: Gaussians, samples: int, *, proportional: bool = False, ridge: Array | float = 0.0
+) -> Shard:
+    """Virtual features as the data of a client: `z = mu_c + Q sqrt(max(w, 0)) eps` with `Sigma_c = Q diag(w) Q^T`.
+
+    That is exact for every covariance that is positive semidefinite, where Cholesky's and unclipped square roots give
+    NaN. Unknown classes have no samples. A class's samples depend on the key, its number and its Gaussian alone.
+
+    Args:
+      key: randomness.
+      gaussians: of each class.
+      samples: features of each known class, or with `proportional` their mean over all classes; at least 1.
+      proportional: whether class c gets `round(samples C n_c / n)`.
+      ridge: added to the eigenvalues.
+    """
+    count, classes = gaussians.count, len(gaussians.count)
+    share = samples * (count > 0).astype(jnp.int32)
+    if proportional:
+        share = jnp.round(samples * classes * count / jnp.maximum(jnp.sum(count), 1.0)).astype(jnp.int32)
+    # Classes are drawn in blocks of `samples`, of which only the last of each is cut: never more than 2 C of them.
+    blocks = -(-share // samples)
+    ends = jnp.cumsum(blocks)
+
+    def draw(block: Array) -> tuple[Array, Array, Array]:
+        c = jnp.minimum(jnp.searchsorted(ends, block, side='right'), classes - 1)
+        turn = block - ends[c] + blocks[c]
+        k = jax.random.fold_in(jax.random.fold_in(key, c), turn)
+        z = gaussian(k, gaussians.mean[c], gaussians.cov[c], samples, ridge)
+        return z, jnp.full(samples, c), turn * samples + jnp.arange(samples) < share[c]
+
+    drawn = jax.lax.map(draw, jnp.arange((2 if proportional else 1) * classes))
+    z, y, real = (u.reshape(-1, *u.shape[2:]) for u in drawn)
+    return Shard(z, y.astype(jnp.int32), jnp.argsort(~real), jnp.sum(share), share)  # real ones first
+
+
+def gaussian(key: Array, mean: Array, cov: Array, samples: int, ridge: Array | float = 0.0) -> Array:
+    """Draws [samples, D] from one Gaussian with `mean [D]` and `cov [D, D]`, or the variances [D]."""
+    eps = jax.random.normal(key, (samples, len(mean)))
+    if cov.ndim == 1:
+        return mean + jnp.sqrt(jnp.maximum(cov + ridge, 0.0)) * eps
+    w, q = jnp.linalg.eigh(cov)
+    return mean + jnp.matmul(eps, (q * jnp.sqrt(jnp.maximum(w + ridge, 0.0))).T, precision='highest')
+
+
+def known(covariance: str) -> None:
+    if covariance not in ('full', 'diag', 'tied'):
+        raise ValueError(f"covariance must be 'full', 'diag' or 'tied', not {covariance!r}")
