@@ -44,7 +44,13 @@ SETTINGS = {
         'CIFAR-10-LT, imbalance 100, 20 clients, Dirichlet(0.5), 5 clients a round, 60 rounds, small CNN',
         ('fedavg', 'fedetf', 'fedloge'),
         [*REDUCED, *FEDLOGE, '--imbalance', '100', '--alpha', '0.5'],
-        {'global_accuracy_last5': 'GM', **TAIL, 'personal_accuracy': 'PM'},
+        {
+            'global_accuracy_last5': 'GM',
+            **TAIL,
+            'personal_accuracy': 'PM',
+            'personal_accuracy_released': 'PM, released rule',
+            'personal_accuracy_tuned': 'PM, heads tuned',
+        },
     ),
     'published': Setting(
         "CIFAR-10, FedETF's published setting: 20 clients, Dirichlet(0.1), all of them in 200 rounds, ResNet-20",
@@ -69,8 +75,9 @@ def table(setting: Setting, summaries: dict[str, list[dict[str, Any]]]) -> str:
     for method, runs in summaries.items():
         cells = []
         for name in setting.columns:
-            values = 100 * np.array([run[name] for run in runs])
-            cells.append(f'{values.mean():.1f} ± {values.std():.1f}' if len(runs) > 1 else f'{values[0]:.1f}')
+            values = 100 * np.array([run[name] for run in runs if name in run])
+            spread = f' ± {values.std():.1f}' if len(values) > 1 else ''
+            cells.append(f'{values.mean():.1f}{spread}' if len(values) else '')
         lines.append(f'| {method} | {" | ".join(cells)} |')
     return '\n'.join(lines) + '\n'
 

@@ -201,10 +201,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )  # fmt: skip
     algorithm, model = generic_model(run.state)
     before = evaluate.over_clients(evaluate.per_client(algorithm, model, test, personal=False))
-    state, report = stage(recipe.personalize)(k_tune, recipe.enter(recipe.personalize, k_tune, model, train), train)
+
+    def personalized(algorithm: base.Algorithm) -> tuple[base.State, simulate.Report]:
+        return stage(algorithm)(k_tune, recipe.enter(algorithm, k_tune, model, train), train)
+
+    state, report = personalized(recipe.personalize)
     tuned = all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves((state.clients, report.info.loss)))
     after = evaluate.over_clients(evaluate.per_client(recipe.personalize, state, test))
     personal = {'': after.mean, '_std': after.std, '_pooled': after.pooled, '_low': after.low}
+    for name, variant in recipe.variants.items():
+        tables = evaluate.per_client(variant, personalized(variant)[0], test)
+        personal[f'_{name}'] = evaluate.over_clients(tables).mean
     finished = args.out / 'summary.json'
     compile_seconds = run.compile_seconds or (known(finished)['compile_seconds'] if finished.exists() else 0.0)
 

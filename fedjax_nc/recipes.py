@@ -1,6 +1,6 @@
 """Algorithms by name with their papers' settings, for scripts. Programs call the factories themselves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from fedjax_nc import heads, losses, simulate
@@ -24,6 +24,7 @@ class Recipe(NamedTuple):
     calibrate: Algorithm | None = None  # a stage of one round on all clients before it, which makes that model
     enter: Callable[[Algorithm, Array, State, FederatedData], State] = join  # how personalisation begins
     refines: bool = False  # whether the generic model is more than what was trained
+    variants: Mapping[str, Algorithm] = {}  # other stages in the place of `personalize`
 
 
 def fedavg_recipe(model: Model, client_opt: ClientOptimizer, plan: Plan, **_: float | int | None) -> Recipe:
@@ -91,7 +92,11 @@ def fedloge_recipe(model: Model, client_opt: ClientOptimizer, plan: Plan, **_: f
         return fedloge.stage_state(state)
 
     train = fedloge.algorithm(model, client_opt, plan=plan)
-    return Recipe(train, fedloge.realign(model, client_opt, plan=plan), enter=enter, refines=True)
+    variants = {
+        'released': fedloge.realign(model, client_opt, plan=plan, mode='released'),
+        'tuned': fedloge.realign(model, client_opt, plan=plan, finetune_epochs=15),
+    }
+    return Recipe(train, fedloge.realign(model, client_opt, plan=plan), None, enter, True, variants)
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
