@@ -62,11 +62,17 @@ SETTINGS = {
 
 
 def finished(out: Path, arguments: list[str]) -> dict[str, Any]:
-    """The summary of a run, which is begun or continued if it is not there yet."""
-    path = out / 'summary.json'
-    if not path.exists():
-        cifar.main([*arguments, '--out', str(out), '--resume'])
-    return json.loads(path.read_text())
+    """The summary of a run, which is begun or continued if it is not there yet.
+
+    Raises:
+      ValueError: if `out` holds a run with other settings.
+    """
+    argv, path = [*arguments, '--out', str(out), '--resume'], out / 'summary.json'
+    if path.exists():
+        config, summary = cifar.settle(cifar.arguments(argv)), json.loads(path.read_text())
+        if summary['rounds'] == config['rounds']:
+            return summary
+    return cifar.main(argv)
 
 
 def table(setting: Setting, summaries: dict[str, list[dict[str, Any]]]) -> str:
@@ -107,4 +113,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-    main()
+    try:
+        main()
+    except cifar.PROBLEMS as problem:
+        sys.exit(f'accuracy.py: error: {" ".join(str(problem).split())}')

@@ -37,6 +37,10 @@ IMBALANCE = (
     'largest class over smallest of a long-tailed training set; it is spread over clients, who are tested on parts '
     'of the test set, as in FedLoGe'
 )
+PROBLEMS = (  # what a user can cause and mend
+    ValueError, ImportError, OSError,
+    data.DatasetUnavailableError, training.DivergedError, training.CheckpointError, jax.errors.JaxRuntimeError,
+)  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -251,8 +255,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 if __name__ == '__main__':
     try:
         main()
-    except (
-        ValueError, ImportError, OSError,
-        data.DatasetUnavailableError, training.DivergedError, training.CheckpointError, jax.errors.JaxRuntimeError,
-    ) as problem:  # fmt: skip
+    except PROBLEMS as problem:
         sys.exit(f'cifar.py: error: {" ".join(str(problem).split())}')

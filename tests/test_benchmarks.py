@@ -111,3 +111,23 @@ def test_both_sides_compute_the_same_round(bench, options):
     moved = other.difference(begun)
     assert moved > 1e-3
     assert other.difference(row.state.server.variables) < 0.01 * moved
+
+
+def test_accuracy_table_is_made_of_finished_and_resumed_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    accuracy = importlib.import_module('accuracy')
+    call = ['--settings', 'longtail', '--methods', 'fedavg', 'fedloge', '--out', str(tmp_path), '--seeds']
+    small = ['--more', '--dataset', 'digits', '--model', 'mlp', '--imbalance', '10', '--rounds', '2']
+    accuracy.main([*call, '0', *small])
+    summary = tmp_path / 'longtail' / 'fedloge' / '0' / 'summary.json'
+    made = json.loads(summary.read_text())
+    summary.write_text(json.dumps({**made, 'personal_accuracy': 0.125}))
+    accuracy.main([*call, '0', *small])  # nothing is run again
+    rows = (tmp_path / 'longtail.md').read_text().splitlines()
+    assert rows[0].count('|') == rows[3].count('|') == 9
+    assert rows[3].startswith(f'| fedloge | {100 * made["global_accuracy_last5"]:.1f} |')
+    assert '| 12.5 |' in rows[3]
+    assert rows[2].endswith('|  |  |')  # FedAvg has no realigned heads
+    assert rows[3] in capsys.readouterr().out
+    with pytest.raises(ValueError, match='other settings'):
+        accuracy.main([*call, '0', *small, '--lr', '0.5'])
