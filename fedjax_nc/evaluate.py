@@ -38,8 +38,10 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
     """
     if len(x) != len(y) or len(y) == 0:
         raise ValueError(f'a test set needs one label for each example, not {len(y)} for {len(x)}')
-    if not isinstance(y, jax.core.Tracer) and (np.min(y) < 0 or np.max(y) >= num_classes):
-        raise ValueError(f'test labels must lie in [0, {num_classes}), not in [{np.min(y)}, {np.max(y)}]')
+    if not isinstance(y, jax.core.Tracer):
+        low, high = np.min(labels := np.asarray(y)), np.max(labels)
+        if low < 0 or high >= num_classes:
+            raise ValueError(f'test labels must lie in [0, {num_classes}), not in [{low}, {high}]')
     return _generic(algorithm, state, x, y, num_classes, batch_size)
 
 

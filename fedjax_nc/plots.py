@@ -1,7 +1,8 @@
 """Figures of data and results.
 
 Every function returns a matplotlib `Figure` of its own, without pyplot and its global state: save it with
-`figure.savefig(path)`; in a notebook it shows itself. matplotlib is imported when a figure is made.
+`figure.savefig(path)`; in a notebook it shows itself, after `%matplotlib inline`. matplotlib is imported when a figure
+is made.
 """
 
 from collections.abc import Mapping, Sequence

@@ -64,6 +64,33 @@ def test_accuracy_curves():
     assert png(figure)
 
 
+def test_curve_panels():
+    figure = plots.curve_panels({'NC1': {'a': ([1, 2], [0.3, 0.1]), 'b': ([1, 2], [3, 2])}, 'NC2': {'a': ([1], [5])}})
+    first, second = figure.axes
+    assert [first.get_title(), second.get_title()] == ['NC1', 'NC2']
+    np.testing.assert_allclose(first.lines[0].get_ydata(), [0.3, 0.1])  # not in percent
+    np.testing.assert_allclose(second.lines[0].get_ydata(), [5])
+    assert first.get_legend()
+    assert not second.get_legend()
+    assert png(figure)
+
+
+@pytest.mark.parametrize('limits', [None, (0, 10)])
+def test_heat_maps_show_their_matrices(limits):
+    matrices = {'counts': np.arange(12).reshape(4, 3), 'norms': np.ones((4, 3)) / 2}
+    figure = plots.heat_maps(matrices, ylabel='who', limits=limits)
+    maps = [axes for axes in figure.axes if axes.images]
+    for axes, (title, values) in zip(maps, matrices.items(), strict=True):
+        assert axes.get_title() == title
+        np.testing.assert_array_equal(axes.images[0].get_array(), values)
+        if limits:
+            assert axes.images[0].get_clim() == limits
+    assert maps[0].get_ylabel() == 'who'
+    assert [label.get_text() for label in maps[0].get_yticklabels()] == ['0', '1', '2', '3']
+    assert len(figure.axes) - len(maps) == (1 if limits else 2)  # colour bars
+    assert png(figure)
+
+
 def test_twelve_curves_look_different():
     figure = plots.accuracy_curves({str(i): ([1, 2], [0.1, 0.2]) for i in range(12)})
     looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
@@ -77,6 +104,10 @@ def test_refusals(clients):
         lambda: plots.class_distribution(clients, class_names=['a']),
         lambda: plots.accuracy_curves({}),
         lambda: plots.accuracy_curves({'a': ([1, 2], [0.1])}),
+        lambda: plots.curve_panels({}),
+        lambda: plots.curve_panels({'NC1': {}}),
+        lambda: plots.heat_maps({}),
+        lambda: plots.heat_maps({'a': np.ones(3)}),
     ):
         with pytest.raises(ValueError, match=r'needs|needed|empty|must'):
             call()

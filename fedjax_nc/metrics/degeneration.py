@@ -77,4 +77,4 @@ def prune(w: Array, order: Array, share: Array | float, *, dominant: bool = Fals
     if isinstance(share, int | float) and not 0 <= share <= 1:
         raise ValueError(f'share must lie in [0, 1], not {share}')
     rank = jnp.argsort(order if dominant else order[:, ::-1], axis=1).T
-    return jnp.where(rank < jnp.floor(share * len(w) + 1e-4), 0.0, w)  # 0.29 * 100 is a little less than 29
+    return jnp.where(rank < jnp.floor(share * len(w) + 1e-4), 0.0, w)  # 13/22 * 22 is a little less than 13
