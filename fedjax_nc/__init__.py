@@ -16,6 +16,7 @@ from fedjax_nc import heads as heads
 from fedjax_nc import local as local
 from fedjax_nc import losses as losses
 from fedjax_nc import memory as memory
+from fedjax_nc import metrics as metrics
 from fedjax_nc import models as models
 from fedjax_nc import objective as objective
 from fedjax_nc import plots as plots
