@@ -70,7 +70,7 @@ def finished(out: Path, arguments: list[str]) -> dict[str, Any]:
     argv, path = [*arguments, '--out', str(out), '--resume'], out / 'summary.json'
     if path.exists():
         config, summary = cifar.settle(cifar.arguments(argv)), json.loads(path.read_text())
-        if summary['rounds'] == config['rounds']:
+        if summary['rounds'] == config['rounds'] and summary['personal_accuracy'] is not None:
             return summary
     return cifar.main(argv)
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import base, data, evaluate, local, models, plots, recipes, simulate, training
+from fedjax_nc import base, data, evaluate, local, memory, models, plots, recipes, simulate, training
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     'mlp': models.MLP,
@@ -108,7 +108,8 @@ def settle(args: argparse.Namespace) -> dict[str, Any]:
         if not args.resume:
             raise ValueError(f'{args.out} already holds a run: add --resume, or choose another --out')
         before = known(path)
-        changed = [k for k, v in config.items() if k not in FREE and before.get(k) != v]
+        bound = ('rounds',) if args.algorithm == 'fedetf_gmv' else ()  # its memory is planned from their number
+        changed = [k for k, v in config.items() if (k not in FREE or k in bound) and before.get(k) != v]
         if changed:
             said = ', '.join(f'{k} was {before.get(k)} and is now {config[k]}' for k in changed)
             raise ValueError(f'the run in {args.out} has other settings: {said}')
@@ -196,8 +197,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if recipe.refines:
             trained = evaluate.generic(recipe.train, state, x_test, y_test, dataset.num_classes)
             seen['accuracy_trained'] = evaluate.accuracy(trained)
-        head = state.server.variables.params['head']
-        return seen | ({'temperature': head['scale']} if 'scale' in head else {})
+        v = state.server.variables
+        if 'memory' in v.fixed:
+            strength = memory.strength(v.fixed['memory'], v.fixed['head']['v'])
+            seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
+        return seen | ({'temperature': v.params['head']['scale']} if 'scale' in v.params['head'] else {})
 
     run = training.run(
         recipe.train, k_train, state, train, rounds=args.rounds, cohort=cohort, chunk=args.clients_per_chunk,

@@ -15,7 +15,7 @@ from fedjax_nc.base import Aggregator, Array, Tree
 
 def weighted_sum(messages: Tree, weights: Array) -> Tree:
     """`sum_i weights_i messages_i` over the leading axis, in float32."""
-    return jax.tree.map(lambda u: jnp.tensordot(weights, u.astype(jnp.float32), 1), messages)
+    return jax.tree.map(lambda u: jnp.tensordot(weights, u.astype(jnp.float32), 1, precision='highest'), messages)
 
 
 def weighted_mean(weigh: Callable[[Array], Array]) -> Aggregator:
@@ -80,7 +80,8 @@ def pooled_stats() -> Aggregator:
         if not isinstance(stats, dict):
             return stats
         if set(stats) == {'mean', 'var'}:
-            return {'mean': stats['mean'], 'var': stats['var'] + sign * jnp.square(stats['mean'])}
+            var = stats['var'] + sign * jnp.square(stats['mean'])
+            return {'mean': stats['mean'], 'var': jnp.maximum(var, 0.0)}  # rounding may leave it below
         return {name: moments(value, sign) for name, value in stats.items()}
 
     return Aggregator(

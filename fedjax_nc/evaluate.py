@@ -19,6 +19,11 @@ from fedjax_nc.local import batch_at, full_batches
 def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int = 256) -> Array:
     """Counts [C, C] int32 of `predict: x [B, ...] -> logits [B, C]` over the examples of one shard."""
     classes = shard.counts.shape[0]
+    width = jax.eval_shape(predict, shard.x[:1]).shape[-1]
+    if width != classes:
+        raise ValueError(
+            f'the model tells {width} classes apart and the data have {classes}: give both the same number'
+        )
     b = min(batch_size, shard.index.shape[0])
     rows = full_batches(shard.index, b)
 
@@ -53,7 +58,13 @@ def _generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=('personal', 'batch_size'))
 def per_client(
-    algorithm: Algorithm, state: State, data: FederatedData, *, personal: bool = True, batch_size: int = 256
+    algorithm: Algorithm,
+    state: State,
+    data: FederatedData,
+    *,
+    personal: bool = True,
+    allowed: Array | None = None,
+    batch_size: int = 256,
 ) -> Array:
     """Counts [K, C, C] of each client's model on its own rows of `data`, such as its local test split.
 
@@ -62,15 +73,23 @@ def per_client(
       state: its state.
       data: as many clients as the state has; a client without examples gets a table of zeros.
       personal: whether clients use their own models or all the generic one.
+      allowed: [K, C], which classes a client may predict at all, such as `train.counts > 0`; every one by default.
       batch_size: examples at a time.
+
+    Raises:
+      ValueError: if the model and the data have other numbers of classes.
     """
 
-    def one(args: tuple[Array, Array]) -> Array:
-        i, client = args
-        model = client if personal else None
-        return confusion(lambda x: algorithm.predict(state.server, model, x), data.shard(i), batch_size)
+    def one(args: tuple[Array, Array, Array | None]) -> Array:
+        i, client, known = args
 
-    return jax.lax.map(one, (jnp.arange(data.num_clients), state.clients))
+        def predict(x: Array) -> Array:
+            logits = algorithm.predict(state.server, client if personal else None, x)
+            return logits if known is None else jnp.where(known, logits, -jnp.inf)
+
+        return confusion(predict, data.shard(i), batch_size)
+
+    return jax.lax.map(one, (jnp.arange(data.num_clients), state.clients, allowed))
 
 
 def accuracy(counts: Array) -> Array:
@@ -88,7 +107,8 @@ def class_accuracy(counts: Array) -> Array:
 def weighted_accuracy(counts: Array, weights: Array) -> Array:
     """Class accuracies weighted by `weights [..., C]` over the classes that the table holds: `[..., C, C] -> [...]`.
 
-    With `data.class_weights` these are the personalised accuracies PM(V) and PM(L) of FedNH (Dai et al., AAAI 2023).
+    With `data.class_weights` these are the personalised accuracies PM(V) and PM(L) of FedNH (Dai et al., AAAI 2023) on
+    their balanced test set. On an unbalanced one classes still count by their weights alone, as in FedLoGe.
     """
     weights = jnp.where(jnp.sum(counts, axis=-1) > 0, weights, 0.0)
     total = jnp.sum(weights, axis=-1)

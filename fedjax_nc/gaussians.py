@@ -48,10 +48,16 @@ def merge(classes: ClassRows, scatters: Array, covariance: str = 'full') -> Gaus
       scatters: the sum over clients of their `scatter`.
       covariance: of which kind they are.
     """
-    clients, number, dim = classes.rows.shape
-    rows, y = classes.rows.reshape(-1, dim), jnp.tile(jnp.arange(number), clients)
-    mean, count = classwise.means(rows, y, classes.weight.ravel(), number)
-    spread = scatters + scatter(rows, y, classes.weight.ravel(), mean, covariance)
+    weight = classes.weight
+    count = jnp.sum(weight, axis=0)
+    number = len(count)
+    mean = jnp.einsum('kc,kcd->cd', weight, classes.rows, precision='highest') / jnp.maximum(count, 1.0)[:, None]
+    gap = jnp.where(weight[..., None] > 0, classes.rows - mean, 0.0)
+    if covariance == 'diag':
+        between = jnp.einsum('kc,kcd->cd', weight, jnp.square(gap))
+    else:
+        between = jnp.einsum('kc,kcd,kce->cde', weight, gap, gap, precision='highest')
+    spread = scatters + (jnp.sum(between, axis=0) if covariance == 'tied' else between)
     freedom = jnp.maximum(count - 1.0, 0.0)
     if covariance == 'diag':
         return Gaussians(count, mean, spread / jnp.maximum(freedom, 1.0)[:, None])

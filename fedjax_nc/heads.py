@@ -27,9 +27,14 @@ def dense_init(key: Array, inputs: int, outputs: int, bias: bool = True) -> dict
     return layer
 
 
+def product(z: Array, w: Array) -> Array:
+    """`z W` in float32, also on devices that would round the factors."""
+    return jnp.matmul(z.astype(jnp.float32), w, precision='highest')
+
+
 def dense(params: Tree, z: Array) -> Array:
     """`z W + b` in float32."""
-    out = jnp.matmul(z.astype(jnp.float32), params['w'])
+    out = product(z, params['w'])
     return out + params['b'] if 'b' in params else out
 
 
@@ -51,7 +56,7 @@ def cosine(scale: float = 1.0, learn_scale: bool = True) -> Head:
         return with_scale(dense_init(key, dim, classes, bias=False), {}, scale, learn_scale)
 
     def logits(params: Tree, fixed: Tree, z: Array) -> Array:
-        cosines = jnp.matmul(normalize(z), normalize(params['w'].T).T)
+        cosines = product(normalize(z), normalize(params['w'].T).T)
         return {**fixed, **params}['scale'] * cosines
 
     return Head(init, logits)
@@ -90,14 +95,18 @@ def etf(
         size = dim if dim is not None else classes if project else width
         if not project and size != width:
             raise ValueError(f'features have {width} dimensions and the ETF {size}: use project=True or dim=None')
+        if not project and width < classes - 1:
+            raise ValueError(
+                f'{width} features are too few for {classes} classes: use a model with at least {classes - 1}'
+            )
         kv, kp = jax.random.split(key)
         fixed = {'v': frame(kv, size, classes)}
         return with_scale({'proj': dense_init(kp, width, size)} if project else {}, fixed, scale, learn_scale)
 
     def logits(params: Tree, fixed: Tree, z: Array) -> Array:
-        mu = dense(params['proj'], z) if project else z.astype(jnp.float32)
+        mu = dense(params['proj'], z) if project else z
         mu = normalize(mu) if unit_features else mu
-        return {**fixed, **params}['scale'] * jnp.matmul(mu, fixed['v'])
+        return {**fixed, **params}['scale'] * product(mu, fixed['v'])
 
     return Head(init, logits)
 
@@ -117,7 +126,7 @@ def prototypes(scale: float = 1.0, learn_scale: bool = True, init: Frame = simpl
         return with_scale({}, {'w': normalize(init(key, dim, classes).T)}, scale, learn_scale)
 
     def logits(params: Tree, fixed: Tree, z: Array) -> Array:
-        return {**fixed, **params}['scale'] * jnp.matmul(normalize(z), fixed['w'].T)
+        return {**fixed, **params}['scale'] * product(normalize(z), fixed['w'].T)
 
     return Head(first, logits)
 
@@ -129,7 +138,7 @@ def unit_norm() -> Head:
     """
     return Head(
         init=lambda key, dim, classes: (dense_init(key, dim, classes, bias=False), {}),
-        logits=lambda params, fixed, z: jnp.matmul(z.astype(jnp.float32), normalize(params['w'].T).T),
+        logits=lambda params, fixed, z: product(z, normalize(params['w'].T).T),
     )
 
 

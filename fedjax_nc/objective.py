@@ -1,6 +1,6 @@
 """Model, head and loss joined into the one thing that algorithms see."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,16 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
 def on_features(task: Objective) -> Objective:
     """The same task for examples that are features already, as `local.featurize` makes them."""
     return task._replace(features=lambda v, batch: (batch.x, v.stats))
+
+
+def freezing(task: Objective, trained: Container[str]) -> Objective:
+    """The task for training those top-level parameters: a body that is not among them runs in evaluation mode.
+
+    Otherwise its running statistics would move, and the head see features that prediction does not.
+    """
+    if 'body' in trained:
+        return task
+    return task._replace(features=lambda v, batch: task.features(v, batch._replace(key=None)))
 
 
 def transformed(task: Objective, transform: Callable[[Array], Array]) -> Objective:

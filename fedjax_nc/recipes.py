@@ -1,4 +1,8 @@
-"""Algorithms by name with their papers' settings, for scripts. Programs call the factories themselves."""
+"""Algorithms by name, for scripts that put them side by side. Programs call the factories themselves.
+
+Model, optimizer, plan and first temperature are given and the same for all, whatever each paper took; the rest are the
+factories' defaults.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

@@ -69,3 +69,23 @@ def test_fields_have_their_own_weights():
     got = joined.finish(joined.partial(Message(ROWS, ROWS), WEIGHTS, jnp.arange(6), 6))
     np.testing.assert_allclose(got['delta']['b'], np.average(ROWS['b'], weights=WEIGHTS), rtol=1e-5)
     np.testing.assert_allclose(got['vote']['b'], ROWS['b'][WEIGHTS > 0].mean(), rtol=1e-5)
+
+
+def test_pooled_variances_are_never_negative():
+    stats = {'mean': jnp.array([50.0, 50.001]), 'var': jnp.array([1e-6, 1e-6])}
+    a = aggregators.pooled_stats()
+    got = a.finish(a.partial(stats, jnp.array([1.0, 2.0]), jnp.arange(2), 2))
+    assert float(got['var']) >= 0.0
+
+
+def test_class_mean_weighs_each_class_by_itself_and_ignores_nobody():
+    rows = jnp.array([[[1.0], [7.0], [5.0]], [[3.0], [9.0], [6.0]], [[100.0], [100.0], [100.0]]])
+    weight = jnp.array([[1.0, 0.0, 2.0], [3.0, 0.0, 2.0], [9.0, 9.0, 9.0]])
+    messages = aggregators.ClassRows(rows, weight)
+    got = aggregators.class_mean.finish(
+        aggregators.class_mean.partial(messages, jnp.array([4.0, 2.0, 0.0]), jnp.arange(3), 3)
+    )
+    np.testing.assert_allclose(got.rows, [[2.5], [0.0], [5.5]])
+    np.testing.assert_allclose(got.weight, [4.0, 0.0, 4.0])
+    summed = aggregators.total.partial(rows, jnp.array([4.0, 2.0, 0.0]), jnp.arange(3), 3)
+    np.testing.assert_allclose(aggregators.total.finish(summed)[:, 0], [4.0, 16.0, 11.0])

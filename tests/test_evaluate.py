@@ -6,7 +6,7 @@ import toys
 from sklearn.metrics import f1_score
 
 from fedjax_nc import evaluate, simulate
-from fedjax_nc.algorithms import finetune
+from fedjax_nc.algorithms import fedavg, finetune
 
 stage = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 
@@ -126,3 +126,22 @@ def test_f1_scores_are_those_of_scikit_learn():
     for ours, average in ((evaluate.macro_f1, 'macro'), (evaluate.weighted_f1, 'weighted')):
         want = f1_score(truth, guess, average=average, zero_division=0)
         np.testing.assert_allclose(ours(tables), [want, 0.0], rtol=1e-6)
+
+
+def test_classes_that_are_not_allowed_are_never_predicted(data):
+    algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    state = simulate.init(algorithm, toys.KEY, data)
+    held = data.counts > 0
+    free, masked = (evaluate.per_client(algorithm, state, data, allowed=a) for a in (None, held))
+    np.testing.assert_array_equal(masked.sum((1, 2)), free.sum((1, 2)))
+    assert not np.asarray(masked.sum(1))[~np.asarray(held)].any()
+    assert np.asarray(free.sum(1))[~np.asarray(held)].any()
+    assert evaluate.accuracy(masked).mean() >= evaluate.accuracy(free).mean()
+
+
+def test_a_model_of_other_classes_is_refused(data):
+    algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    state = simulate.init(algorithm, toys.KEY, data)
+    fewer = data._replace(counts=data.counts[:, :4])
+    with pytest.raises(ValueError, match='5 classes'):
+        evaluate.per_client(algorithm, state, fewer)

@@ -1,5 +1,6 @@
 """Scripts and README as a user meets them."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -136,3 +137,17 @@ def test_importing_the_package_is_light():
         'print([name for name in heavy if name in sys.modules])'
     )
     assert script('-c', check).stdout.strip() == '[]'
+
+
+def test_a_run_with_memory_is_not_made_longer(tmp_path, monkeypatch):
+    """When its memory begins depends on how many rounds there will be."""
+    monkeypatch.syspath_prepend(str(ROOT / 'examples'))
+    run = importlib.import_module('cifar')
+    for name, refused in (('fedetf_gmv', True), ('fedavg', False)):
+        argv = ['--dataset', 'digits', '--algorithm', name, '--out', str(tmp_path / name), '--resume', '--rounds']
+        run.write(tmp_path / name / 'config.json', run.settle(run.arguments([*argv, '5'])))
+        if refused:
+            with pytest.raises(ValueError, match='rounds was 5 and is now 9'):
+                run.settle(run.arguments([*argv, '9']))
+        else:
+            assert run.settle(run.arguments([*argv, '9']))['rounds'] == 9

@@ -93,3 +93,28 @@ def test_largest_probability_at_temperature_one():
     p = jax.nn.softmax(v[:, 3] @ v)[3]
     np.testing.assert_allclose(p, 1 / (1 + 9 * np.exp(-10 / 9)), rtol=1e-5)
     np.testing.assert_allclose(p, 0.252, atol=5e-4)
+
+
+def test_too_few_features_for_a_bare_frame_are_refused():
+    bare = heads.etf(project=False, unit_features=False, learn_scale=False)
+    with pytest.raises(ValueError, match='8 features are too few for 20 classes: use a model with at least 19'):
+        bare.init(KEY, 8, 20)
+
+
+def test_unit_norm_forgets_lengths_of_class_vectors():
+    params, fixed = heads.unit_norm().init(KEY, 8, 5)
+    want = Z @ (np.asarray(params['w']) / np.linalg.norm(params['w'], axis=0))
+    np.testing.assert_allclose(heads.unit_norm().logits(params, fixed, Z), want, rtol=1e-5, atol=1e-5)
+    longer = {'w': params['w'] * jnp.arange(1, 6)}
+    np.testing.assert_allclose(heads.unit_norm().logits(longer, fixed, Z), want, rtol=1e-4, atol=1e-5)
+
+
+def test_prototypes_compare_by_angle_and_learn_their_scale_only():
+    head = heads.prototypes(3.0)
+    params, fixed = head.init(KEY, 8, 5)
+    assert set(params) == {'scale'}
+    unit = Z / np.linalg.norm(Z, axis=1, keepdims=True)
+    np.testing.assert_allclose(head.logits(params, fixed, 7 * Z), 3 * unit @ np.asarray(fixed['w']).T, atol=1e-5)
+    still, fixed = heads.prototypes(30.0, learn_scale=False).init(KEY, 8, 5)
+    assert still == {}
+    assert float(fixed['scale']) == 30.0

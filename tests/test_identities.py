@@ -116,3 +116,14 @@ def test_learning_rates_can_be_swept_without_recompiling(data):
 
     swept = jax.jit(jax.vmap(loss_after))(np.array([0.0, 1.0], np.float32))
     np.testing.assert_allclose(swept[1], loss_after(1.0), rtol=1e-4)
+
+
+def test_a_body_that_is_not_trained_runs_in_evaluation_mode(data):
+    """Its statistics stand still, whether the head is trained by all or tuned by one."""
+    train = fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, parts=('head',))
+    assert float(play(train, data).stats['batches']) == 0.0
+    stage = finetune.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, parts=('head',))
+    server = stage.init(toys.KEY, data)
+    mine, _, _ = jax.jit(stage.client)(toys.KEY, server, server.variables, data.shard(0))
+    assert float(mine.stats['batches']) == 0.0
+    assert np.abs(mine.params['head']['w'] - server.variables.params['head']['w']).max() > 1e-3

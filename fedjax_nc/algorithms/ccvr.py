@@ -211,10 +211,10 @@ def refit(
 
 
 def trainable(v: Variables) -> Tree:
-    """The parameters of the head; it must have some."""
+    """The parameters of the head; weights must be among them."""
     head = v.params['head']
-    if not jax.tree.leaves(head):
-        raise ValueError('the head has no trainable parameters to calibrate: train with a linear or a projected one')
+    if all(leaf.ndim < 2 for leaf in jax.tree.leaves(head)):  # a temperature alone moves no decision
+        raise ValueError('the head has no trainable weights to calibrate: train with a linear or a projected one')
     return head
 
 

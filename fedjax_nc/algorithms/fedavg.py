@@ -8,7 +8,6 @@ mean of the deltas weighted by numbers of examples. With another server optimize
 it is FedOpt (Reddi et al., ICLR 2021. https://arxiv.org/abs/2003.00295).
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from fedjax_nc.base import (
     Variables,
 )
 from fedjax_nc.local import ClientOptimizer, Plan, local_sgd
+from fedjax_nc.objective import freezing
 from fedjax_nc.objective import predict as logits
 
 Penalty = Callable[[Variables, Array, Batch, Any, Tree], Array]
@@ -82,7 +82,7 @@ def algorithm(
       aggregate: how deltas are joined.
       aggregate_stats: how BatchNorm statistics are joined; or `aggregators.pooled_stats()`.
       parts: names of the top-level parameters to train, such as `('body',)`; all by default. The others neither move
-        nor travel.
+        nor travel, and a body among them runs in evaluation mode.
       penalty: a term added to the local loss.
       persist_momentum: whether a client's optimizer state outlives the round (as in the released code of FedETF). It
         becomes client state.
@@ -104,11 +104,12 @@ def algorithm(
     def client(key: Array, server: Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
         v = server.variables
         trained, kept = tree.split(v.params, parts)
+        task = freezing(objective, trained)
 
         def loss(params: Tree, stats: Tree, batch: Batch) -> tuple[Array, Tree]:
             u = v._replace(params={**kept, **params}, stats=stats)
-            z, stats = objective.features(u, batch)
-            value = objective.loss(u, z, batch)
+            z, stats = task.features(u, batch)
+            value = task.loss(u, z, batch)
             if penalty is not None:
                 value += penalty(u, z, batch, server, client)
             return value, stats
@@ -137,5 +138,5 @@ def algorithm(
     return Algorithm(init, init_client, client, joined, server, predict)
 
 
-unweighted = functools.partial(algorithm, aggregate=aggregators.uniform, aggregate_stats=aggregators.uniform)
-"""FedAvg in which every client counts the same, whatever its size."""
+UNWEIGHTED = {'aggregate': aggregators.uniform, 'aggregate_stats': aggregators.uniform}
+"""Arguments with which every client counts the same, whatever its size."""

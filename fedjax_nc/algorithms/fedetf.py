@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from fedjax_nc import heads, losses
 from fedjax_nc.algorithms import fedavg, finetune
@@ -83,7 +82,7 @@ def adapt_features(
         trained = {'body': mine.params['body'], 'head': head if released else {'scale': head['scale']}}
         return finetune.fit(key, task, mine, trained, put, client_opt(server.round), shard, plan)
 
-    return finetune.stage(task, tune)
+    return of_fedetf(finetune.stage(task, tune))
 
 
 def alternate(
@@ -91,8 +90,8 @@ def alternate(
     *,
     cycles: int = 20,
     turn: Plan = Plan(),  # noqa: B008
-    frame_opt: optax.GradientTransformation | None = None,
-    proj_opt: optax.GradientTransformation | None = None,
+    frame_opt: ClientOptimizer = sgd(0.1, momentum=0.0, weight_decay=0.0),  # noqa: B008
+    proj_opt: ClientOptimizer = sgd(0.05),  # noqa: B008
     tune_scale: bool = True,
 ) -> Algorithm:
     """The second stage of personalisation: the client's classifier and its projection are tuned in turns.
@@ -104,8 +103,8 @@ def alternate(
       model: feature extractor.
       cycles: how often both are tuned.
       turn: batch size and epochs of one turn.
-      frame_opt: optimizer of the classifier; by default SGD of rate 0.1. Its state starts anew each turn.
-      proj_opt: optimizer of the projection; by default SGD of rate 0.05, momentum 0.9, weight decay 5e-4.
+      frame_opt: optimizer of the classifier. Its state starts anew each turn.
+      proj_opt: optimizer of the projection.
       tune_scale: whether the temperature moves with either, as in the paper; the released code holds it.
 
     Raises:
@@ -114,18 +113,16 @@ def alternate(
     if cycles < 1:
         raise ValueError(f'cycles must be at least 1, not {cycles}: use adapt_features alone for the first stage')
     task = objective(model, heads.etf(), losses.cross_entropy)
-    frame_opt = frame_opt or sgd(0.1, momentum=0.0, weight_decay=0.0)(jnp.int32(0))
-    proj_opt = proj_opt or sgd(0.05)(jnp.int32(0))
 
     def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
         cached = featurize(lambda batch: task.features(mine, batch)[0], shard, turn.batch_size)
 
-        def fit(key: Array, v: Variables, part: Tree, opt: optax.GradientTransformation) -> tuple[Variables, Info]:
+        def fit(key: Array, v: Variables, part: Tree, opt: ClientOptimizer) -> tuple[Variables, Info]:
             def put(part: Tree) -> Variables:
                 params = {**v.params, 'head': {**v.params['head'], **part['head']}}
                 return v._replace(params=params, fixed={**v.fixed, **part['fixed']})
 
-            return finetune.fit(key, on_features(task), v, part, put, opt, cached, turn)
+            return finetune.fit(key, on_features(task), v, part, put, opt(server.round), cached, turn)
 
         def cycle(v: Variables, key: Array) -> tuple[Variables, Info]:
             k_frame, k_proj = jax.random.split(key)
@@ -139,7 +136,7 @@ def alternate(
         tuned, infos = jax.lax.scan(cycle, mine, jax.random.split(key, cycles))
         return tuned, jax.tree.map(jnp.sum, infos)._replace(loss=infos.loss[-1])
 
-    return finetune.stage(task, tune)
+    return of_fedetf(finetune.stage(task, tune))
 
 
 def personalize(
@@ -161,3 +158,14 @@ def personalize(
         return mine, (), joined(a, b)
 
     return second._replace(client=client)
+
+
+def of_fedetf(stage: Algorithm) -> Algorithm:
+    """A stage that begins with a model of FedETF only."""
+
+    def init_client(key: Array, server: fedavg.Server) -> Variables:
+        if not {'proj', 'scale'} <= set(server.variables.params['head']):
+            raise ValueError('this stage tunes a projection and a temperature: train with fedetf.algorithm first')
+        return stage.init_client(key, server)
+
+    return stage._replace(init_client=init_client)

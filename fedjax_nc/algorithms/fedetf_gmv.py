@@ -54,7 +54,7 @@ def algorithm(
     features: str = 'final',
     head: Head | None = None,
     plan: Plan = Plan(64, 2),  # noqa: B008
-    base: Callable[..., Algorithm] = fedavg.unweighted,
+    base: Callable[..., Algorithm] = fedavg.algorithm,
     **kwargs: Any,
 ) -> Algorithm:
     """Federated training with a frozen ETF and memory vectors.
@@ -73,11 +73,12 @@ def algorithm(
       mu_weight: 'client' gives each holder one vote, 'sample' one for each example.
       mu_ema: inertia of a memory that was seen before.
       features: 'final' takes them from the trained local model in evaluation mode, at the cost of one more pass;
-        'online' from the last local epoch as it trains, as the paper's algorithm does.
+        'online' from the last local epoch as it trains, as the paper's algorithm does. The sums then travel in `stats`,
+        and the task of later stages is `memory.remembering(memory.tallying(task, plan.epochs))`.
       head: another head, such as `heads.linear(bias=False)` for memory without ETF: its weights learn from the memory.
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
-      **kwargs: as for `base`.
+      **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
 
     Raises:
       ValueError: for an unknown option, or 'selected' with 'sample', which the paper does not define.
@@ -96,7 +97,7 @@ def algorithm(
     plain = objective(model, head, losses.cross_entropy)
     online = features == 'online'
     task = remembering(tallying(plain, plan.epochs) if online else plain)
-    inner = base(task, client_opt, plan=plan, **kwargs)
+    inner = base(task, client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})
 
     def client(key: Array, server: fedavg.Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
         client, message, info = inner.client(key, server, client, shard)

@@ -66,6 +66,8 @@ def algorithm(
       base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
       **kwargs: as for `base`.
     """
+    if 'parts' in kwargs:
+        raise ValueError('FedLoGe trains the body and both heads: it takes no `parts`')
     head = heads.etf(project=False, unit_features=False, learn_scale=False, frame=frame)
     frozen = objective(model, head, losses.cross_entropy)
 

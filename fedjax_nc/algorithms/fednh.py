@@ -45,7 +45,7 @@ def algorithm(
     confident: bool = False,
     augment: bool = False,
     plan: Plan = Plan(64, 5),  # noqa: B008
-    base: Callable[..., Algorithm] = fedavg.unweighted,
+    base: Callable[..., Algorithm] = fedavg.algorithm,
     **kwargs: Any,
 ) -> Algorithm:
     """Federated training against prototypes that the server moves. The defaults are those of the released code.
@@ -68,7 +68,7 @@ def algorithm(
       augment: whether the class means are of augmented images, as in the released code, in training mode.
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
-      **kwargs: as for `base`.
+      **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
 
     Raises:
       ValueError: for another `weigh`, or a `rho` outside [0, 1].
@@ -98,7 +98,7 @@ def algorithm(
         if weigh == 'counts':
             held = shard.counts.astype(jnp.float32)
         elif weigh == 'agreement':
-            held *= jnp.exp(jnp.sum(server.variables.fixed['w'] * mean, axis=-1))
+            held *= jnp.exp(jnp.sum(server.variables.fixed['w'] * normalize(mean), axis=-1))
         return client, Message(message, ClassRows(mean, held)), info
 
     def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:

@@ -25,7 +25,7 @@ def algorithm(
     learn_scale: bool = True,
     init: heads.Frame = frames.uniform,
     plan: Plan = Plan(64, 5),  # noqa: B008
-    base: Callable[..., Algorithm] = fedavg.unweighted,
+    base: Callable[..., Algorithm] = fedavg.algorithm,
     **kwargs: Any,
 ) -> Algorithm:
     """Federated training against fixed uniform prototypes.
@@ -40,7 +40,7 @@ def algorithm(
         `functools.partial(frames.uniform, method='orthogonal')`.
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
-      **kwargs: as for `base`.
+      **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
     """
     head = heads.prototypes(scale, learn_scale, init)
-    return base(objective(model, head, losses.cross_entropy), client_opt, plan=plan, **kwargs)
+    return base(objective(model, head, losses.cross_entropy), client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})

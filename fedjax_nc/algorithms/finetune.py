@@ -13,6 +13,7 @@ from fedjax_nc import aggregators, tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Info, Objective, Shard, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan, local_sgd
+from fedjax_nc.objective import freezing
 from fedjax_nc.objective import predict as logits
 
 Tune = Callable[[Array, fedavg.Server, Variables, Shard], tuple[Variables, Info]]
@@ -33,7 +34,7 @@ def algorithm(
       objective: model, head and loss, which may differ from those of training in the loss.
       client_opt: from the round's number to a client's optimizer.
       plan: batch size and epochs.
-      parts: names of the top-level parameters to train; all by default.
+      parts: names of the top-level parameters to train; all by default. Without 'body', that runs in evaluation mode.
       penalty: a term added to the local loss, as in `fedavg.algorithm`; it sees the client's first model as its state.
     """
 
@@ -47,7 +48,7 @@ def algorithm(
             loss = objective.loss(v, z, batch)
             return loss if penalty is None else loss + penalty(v, z, batch, server, mine)
 
-        task = objective._replace(loss=value)
+        task = freezing(objective, trained)._replace(loss=value)
         return fit(key, task, mine, trained, put, client_opt(server.round), shard, plan)
 
     return stage(objective, tune)

@@ -40,6 +40,7 @@ def keep(algorithm: Algorithm) -> Algorithm:
     def predict(server: fedavg.Server, client: Latest | None, x: Array) -> Array:
         if client is None:
             return algorithm.predict(server, None, x)
-        return algorithm.predict(server._replace(variables=client.variables), None, x)
+        server = server._replace(variables=client.variables)
+        return algorithm.predict(server, client.own, x)
 
     return algorithm._replace(init_client=init_client, client=client, predict=predict)

@@ -139,8 +139,8 @@ def matched_tests(counts: ArrayLike, x: ArrayLike, y: ArrayLike, *, total: int =
 def class_weights(data: FederatedData, kind: Literal['labels', 'present']) -> Array:
     """Weights w_kc with which a class counts in a client's personal accuracy on a common test set.
 
-    With `correct_c` hits among `N_c` test examples, accuracy is sum_c w_kc correct_c / sum_c w_kc N_c, for which the
-    scale of a row does not matter. These are the two of FedNH (Dai et al., AAAI 2023).
+    Accuracy is then sum_c w_kc acc_c / sum_c w_kc, as `evaluate.weighted_accuracy` computes it; the scale of a row does
+    not matter. These are the two of FedNH (Dai et al., AAAI 2023).
 
     Args:
         data: the clients' training data.

@@ -15,7 +15,7 @@ import pytest
 import toys
 
 from fedjax_nc import evaluate, local, simulate
-from fedjax_nc.algorithms import fedetf
+from fedjax_nc.algorithms import fedavg, fedetf
 
 LR, MOMENTUM, DECAY, EPOCHS = 0.1, 0.9, 0.01, 3
 PLAN = local.Plan(batch_size=1000, epochs=EPOCHS)
@@ -166,3 +166,10 @@ def test_unknown_treatment_of_absent_classes_is_refused_at_once():
 def test_no_cycle_is_refused():
     with pytest.raises(ValueError, match='adapt_features'):
         fedetf.alternate(toys.tiny, cycles=0)
+
+
+def test_stages_refuse_models_of_other_methods(data):
+    plain = simulate.init(fedavg.algorithm(toys.task, toys.opt), toys.KEY, data)
+    for stage in (fedetf.adapt_features(toys.tiny, toys.opt), fedetf.alternate(toys.tiny)):
+        with pytest.raises(ValueError, match=r'fedetf\.algorithm'):
+            simulate.join(stage, toys.KEY, plain.server, data.num_clients)

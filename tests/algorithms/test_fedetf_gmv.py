@@ -135,7 +135,7 @@ def run(algorithm, data, rounds=4):
 
 def test_without_weight_it_is_fedavg_with_an_etf(data):
     bare = objective(toys.tiny, heads.etf(learn_scale=False, project=False, unit_features=False), losses.cross_entropy)
-    want = run(fedavg.unweighted(bare, toys.opt, plan=toys.PLAN), data)
+    want = run(fedavg.algorithm(bare, toys.opt, plan=toys.PLAN, **fedavg.UNWEIGHTED), data)
     for features in ('final', 'online'):
         got = run(fedetf_gmv.algorithm(toys.tiny, toys.opt, warm=0, alpha=0.0, plan=toys.PLAN, features=features), data)
         toys.same(got.params, want.params, atol=1e-7)

@@ -17,7 +17,7 @@ import pytest
 import toys
 
 from fedjax_nc import frames, heads, local, losses, simulate, training
-from fedjax_nc.algorithms import fedavg, fedloge, fedprox
+from fedjax_nc.algorithms import fedavg, fedloge, fedprox, latest
 from fedjax_nc.objective import objective
 
 LR, MOMENTUM, EPOCHS = 0.05, 0.5, 3
@@ -296,3 +296,18 @@ def test_the_stage_cannot_begin_without_the_private_heads(trained, data):
 def test_unknown_options_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         fedloge.realign(toys.scaling, opt, **wrong)
+
+
+def test_latest_models_have_their_private_heads(data):
+    algorithm = fedloge.algorithm(toys.tiny, toys.opt, plan=toys.PLAN, frame=frames.simplex_etf)
+    kept = latest.keep(algorithm)
+    state = simulate.init(kept, toys.KEY, data)
+    mine = jax.tree.map(lambda u: u[3], state.clients)
+    want = algorithm.predict(state.server, mine.own, data.x[:5])
+    np.testing.assert_array_equal(kept.predict(state.server, mine, data.x[:5]), want)
+    assert np.abs(want - kept.predict(state.server, None, data.x[:5])).max() > 0.01
+
+
+def test_parts_are_refused():
+    with pytest.raises(ValueError, match='parts'):
+        fedloge.algorithm(toys.tiny, toys.opt, parts=('body',))
