@@ -25,8 +25,14 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     'mlp': models.MLP,
     'cnn': models.CNN,
     'cnn_mcmahan': models.McMahanCNN,
+    'conv2cifar': models.Conv2Cifar,
+    'moon_cnn': models.MoonCNN,
+    'vgg11': models.VGG11,
+    'mobilenet': models.MobileNetV2,
     'resnet20': models.ResNet20,
     'resnet18': models.ResNet18,
+    'resnet34': models.ResNet34,
+    'resnet50': models.ResNet50,
 }
 MODEL = {'cifar10': 'resnet20', 'cifar100': 'resnet20', 'digits': 'mlp'}
 LR = {'cifar10': 0.04, 'cifar100': 0.01, 'digits': 0.02}
@@ -74,7 +80,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
     parser.add_argument('--algorithm', choices=list(recipes.RECIPES), default='fedetf')
     parser.add_argument('--model', choices=list(MODELS), help='by default resnet20, and mlp for digits')
-    parser.add_argument('--norm', choices=['batch', 'group'], default='batch', help='of the ResNets')
+    parser.add_argument('--norm', choices=['batch', 'group'], default='batch', help='of ResNets and MobileNet')
     parser.add_argument('--clients', type=count, default=20)
     parser.add_argument('--participation', type=number(float, 0, 1, open_low=True), default=1.0, help='share a round')
     parser.add_argument('--alpha', type=positive, default=0.1, help='of the Dirichlet partition')
@@ -153,7 +159,7 @@ def load(args: argparse.Namespace) -> tuple[data.Dataset, Any, Any]:
 
 
 def build(args: argparse.Namespace) -> recipes.Recipe:
-    norm = {'norm': args.norm} if args.model.startswith('resnet') else {}
+    norm = {'norm': args.norm} if args.model.startswith(('resnet', 'mobilenet')) else {}
     module = MODELS[args.model](dtype=jnp.dtype(args.precision), **norm)
     plan = local.Plan(args.batch_size, args.local_epochs)
     etf = ETF.get(args.model, {})

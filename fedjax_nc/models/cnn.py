@@ -1,4 +1,4 @@
-"""Two small convolutional networks without normalisation, initialised as PyTorch does."""
+"""Small convolutional networks without normalisation, initialised as PyTorch does."""
 
 import flax.linen as nn
 import jax
@@ -27,7 +27,7 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
-        _check(x, 18)
+        check_images(x, 18)
         for width in (32, 64):
             x = layers.max_pool(jax.nn.relu(layers.Conv(width, 3, conv=self.conv, dtype=self.dtype)(x)), 2)
         x = jax.nn.relu(layers.Conv(64, 3, conv=self.conv, dtype=self.dtype)(x))
@@ -53,7 +53,7 @@ class McMahanCNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
-        _check(x, 4)
+        check_images(x, 4)
         for width in (32, 64):
             conv = layers.Conv(width, 5, padding='SAME', conv=self.conv, dtype=self.dtype)
             x = layers.max_pool(jax.nn.relu(conv(x)), 2)
@@ -61,6 +61,65 @@ class McMahanCNN(nn.Module):
         return jax.nn.relu(layers.dense(512, x.shape[-1], self.dtype)(x))
 
 
-def _check(x: Array, smallest: int) -> None:
+class Conv2Cifar(nn.Module):
+    """FedNH's network for CIFAR: valid 5x5 convolutions of 64 channels, each pooled by 2, dense 384 and 192.
+
+    Features [B, 192]; 796,032 parameters for 32x32x3.
+    Source: Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023, its code.
+
+    Attributes:
+        conv: how convolutions are computed; None means `default_conv()`.
+        dtype: type of the computation; parameters stay float32.
+
+    Raises:
+        ValueError: for images smaller than 16x16.
+    """
+
+    conv: layers.ConvFn | None = None
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
+        check_images(x, 16)
+        for width in (64, 64):
+            x = layers.max_pool(jax.nn.relu(layers.Conv(width, 5, conv=self.conv, dtype=self.dtype)(x)), 2)
+        x = x.reshape(x.shape[0], -1)
+        for width in (384, 192):
+            x = jax.nn.relu(layers.dense(width, x.shape[-1], self.dtype)(x))
+        return x
+
+
+class MoonCNN(nn.Module):
+    """MOON's network for CIFAR-10, on which CCVR is measured: LeNet's layers and a projection to 256 dimensions.
+
+    Valid 5x5 convolutions of 6 and 16 channels, each pooled by 2, dense 120, 84, 84 and a linear 256. The features
+    [B, 256] are not rectified; 90,056 parameters for 32x32x3.
+    Source: Li et al., Model-Contrastive Federated Learning, CVPR 2021; Luo et al., No Fear of Heterogeneity (CCVR),
+    NeurIPS 2021.
+
+    Attributes:
+        conv: how convolutions are computed; None means `default_conv()`.
+        dtype: type of the computation; parameters stay float32.
+
+    Raises:
+        ValueError: for images smaller than 16x16.
+    """
+
+    conv: layers.ConvFn | None = None
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
+        check_images(x, 16)
+        for width in (6, 16):
+            x = layers.max_pool(jax.nn.relu(layers.Conv(width, 5, conv=self.conv, dtype=self.dtype)(x)), 2)
+        x = x.reshape(x.shape[0], -1)
+        for width in (120, 84, 84):
+            x = jax.nn.relu(layers.dense(width, x.shape[-1], self.dtype)(x))
+        return layers.dense(256, 84, self.dtype)(x)
+
+
+def check_images(x: Array, smallest: int) -> None:
+    """Raises a ValueError unless x is [B, H, W, C] with H and W of at least `smallest`."""
     if x.ndim != 4 or min(x.shape[1:3]) < smallest:
         raise ValueError(f'expected images [B, H, W, C] of at least {smallest}x{smallest}, got shape {x.shape}')

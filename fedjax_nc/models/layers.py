@@ -79,6 +79,7 @@ class Conv(nn.Module):
         stride: one stride for both directions.
         padding: 'SAME', 'VALID', or the number of zeros on every side.
         use_bias: whether a bias is added.
+        kernel_init: another initialisation of the kernel, with which the bias starts at zero.
         conv: how it is computed; None means `default_conv()`.
         dtype: type of the computation and the result; parameters stay float32.
     """
@@ -88,19 +89,21 @@ class Conv(nn.Module):
     stride: int = 1
     padding: str | int = 'VALID'
     use_bias: bool = True
+    kernel_init: Callable[..., Array] | None = None
     conv: ConvFn | None = None
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         init = uniform_init(self.size**2 * x.shape[-1])
-        kernel = self.param('kernel', init, (self.size, self.size, x.shape[-1], self.features))
+        kernel = self.param('kernel', self.kernel_init or init, (self.size, self.size, x.shape[-1], self.features))
+        bias_init = nn.initializers.zeros if self.kernel_init else init
         padding = self.padding if isinstance(self.padding, str) else [(self.padding, self.padding)] * 2
         x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
         y = (self.conv or default_conv())(x, kernel, (self.stride, self.stride), padding, dimension_numbers=LAYOUT)
         if self.use_bias:
             # Added in float32 because its gradient is a sum over all pixels, which bfloat16 would cut short.
-            y = (y.astype(jnp.float32) + self.param('bias', init, (self.features,))).astype(self.dtype)
+            y = (y.astype(jnp.float32) + self.param('bias', bias_init, (self.features,))).astype(self.dtype)
         return y
 
 
