@@ -179,6 +179,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         write(args.out / 'config.json', config)
 
     x_test, y_test = jnp.asarray(dataset.x_test), jnp.asarray(dataset.y_test)
+    groups = evaluate.groups(jnp.sum(train.counts, axis=0))
 
     def stage(algorithm: base.Algorithm) -> Any:
         return simulate.compiled(simulate.make_round(algorithm, chunk=args.clients_per_chunk))
@@ -197,9 +198,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         table = evaluate.generic(algorithm, model, x_test, y_test, dataset.num_classes)
         seen = {'accuracy': evaluate.accuracy(table)}
         if args.imbalance > 1:
-            names = ('many', 'medium', 'few')
-            groups = evaluate.groups(jnp.sum(train.counts, axis=0))
-            seen |= dict(zip(names, evaluate.group_accuracy(table, groups), strict=True))
+            seen |= dict(zip(('many', 'medium', 'few'), evaluate.group_accuracy(table, groups), strict=True))
         if recipe.refines:
             trained = evaluate.generic(recipe.train, state, x_test, y_test, dataset.num_classes)
             seen['accuracy_trained'] = evaluate.accuracy(trained)

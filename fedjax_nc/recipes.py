@@ -63,7 +63,7 @@ def fedetf_gmv_recipe(
 ) -> Recipe:
     """FedAvg_ETF whose memory acts in the last two fifths of the rounds; one more local update makes it personal."""
     head = heads.etf(learn_scale=False, project=False, unit_features=False)
-    train = fedetf_gmv.algorithm(model, client_opt, warm=round(0.6 * rounds), alpha=0.1, plan=plan)
+    train = fedetf_gmv.algorithm(model, client_opt, warm=round(0.6 * rounds), head=head, plan=plan)
     task = remembering(objective(model, head, losses.cross_entropy))
     return Recipe(train, finetune.algorithm(task, client_opt, plan=plan))
 

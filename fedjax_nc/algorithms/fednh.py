@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from fedjax_nc import aggregators, classwise, frames, heads, losses
 from fedjax_nc.aggregators import ClassRows
-from fedjax_nc.algorithms import fedavg, feduh
+from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Model, Shard, Tree
 from fedjax_nc.frames import normalize
 from fedjax_nc.local import ClientOptimizer, Plan, featurize
@@ -78,9 +78,7 @@ def algorithm(
     if isinstance(rho, int | float) and not 0 <= rho <= 1:
         raise ValueError(f'rho must lie in [0, 1], not {rho}')
     task = objective(model, heads.prototypes(scale, learn_scale, init), losses.cross_entropy)
-    inner = feduh.algorithm(
-        model, client_opt, scale=scale, learn_scale=learn_scale, init=init, plan=plan, base=base, **kwargs
-    )
+    inner = base(task, client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})
 
     def client(key: Array, server: fedavg.Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
         client, message, info = inner.client(key, server, client, shard)

@@ -80,13 +80,7 @@ class Conv2Cifar(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
-        check_images(x, 16)
-        for width in (64, 64):
-            x = layers.max_pool(jax.nn.relu(layers.Conv(width, 5, conv=self.conv, dtype=self.dtype)(x)), 2)
-        x = x.reshape(x.shape[0], -1)
-        for width in (384, 192):
-            x = jax.nn.relu(layers.dense(width, x.shape[-1], self.dtype)(x))
-        return x
+        return lenet(x, (64, 64), (384, 192), self.conv, self.dtype)
 
 
 class MoonCNN(nn.Module):
@@ -110,13 +104,21 @@ class MoonCNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
-        check_images(x, 16)
-        for width in (6, 16):
-            x = layers.max_pool(jax.nn.relu(layers.Conv(width, 5, conv=self.conv, dtype=self.dtype)(x)), 2)
-        x = x.reshape(x.shape[0], -1)
-        for width in (120, 84, 84):
-            x = jax.nn.relu(layers.dense(width, x.shape[-1], self.dtype)(x))
-        return layers.dense(256, 84, self.dtype)(x)
+        x = lenet(x, (6, 16), (120, 84, 84), self.conv, self.dtype)
+        return layers.dense(256, x.shape[-1], self.dtype)(x)
+
+
+def lenet(
+    x: Array, channels: tuple[int, ...], hidden: tuple[int, ...], conv: layers.ConvFn | None, dtype: DTypeLike
+) -> Array:
+    """Valid 5x5 convolutions, each pooled by 2, then dense layers, all with ReLU; to be called in a module."""
+    check_images(x, 16)
+    for width in channels:
+        x = layers.max_pool(jax.nn.relu(layers.Conv(width, 5, conv=conv, dtype=dtype)(x)), 2)
+    x = x.reshape(x.shape[0], -1)
+    for width in hidden:
+        x = jax.nn.relu(layers.dense(width, x.shape[-1], dtype)(x))
+    return x
 
 
 def check_images(x: Array, smallest: int) -> None:

@@ -75,8 +75,7 @@ class MobileNetV2(nn.Module):
 class Depthwise(nn.Module):
     """Depthwise 3x3 convolution padded by 1, without bias: [B, H, W, C], one kernel a channel.
 
-    A sum of nine shifted images: training two clients through XLA's grouped convolution took 40 times as long on CPU
-    (jax 0.10.2).
+    A sum of nine shifted images, because XLA's grouped convolution is many times slower under vmap on CPU.
 
     Attributes:
         stride: one stride for both directions.
