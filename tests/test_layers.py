@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_nc.models import convolution, layers
+from fedjax_nc.models import convolution, layers, onednn
 from fedjax_nc.models.convolution import LAYOUT, conv_native, conv_patches, conv_sequential
 
-FORMS = [conv_patches, conv_sequential]
+FORMS = ['patches', 'sequential', 'sequential without oneDNN']
 GEOMETRIES = [  # image, kernel, strides, padding
     ((7, 6), (1, 1), (1, 1), 'SAME'),
     ((7, 6), (1, 1), (2, 2), 'VALID'),
@@ -24,6 +24,17 @@ GEOMETRIES = [  # image, kernel, strides, padding
     ((6, 6), (2, 2), (3, 3), 'VALID'),  # a stride that skips pixels
     ((4, 4), (2, 2), (1, 1), [(3, 2), (0, 4)]),  # more padding than the kernel is wide
 ]
+
+
+@pytest.fixture
+def conv(request, monkeypatch):
+    """A form by its name. With oneDNN also takes gradients of few channels, which XLA is quicker with."""
+    jax.clear_caches()  # of traces made under the other setting
+    monkeypatch.setattr(convolution, 'CHANNELS', 1)
+    if 'without' in request.param:
+        monkeypatch.setattr(onednn, 'available', lambda dtype: False)
+    yield conv_patches if request.param == 'patches' else conv_sequential
+    jax.clear_caches()
 
 
 def normal(seed, *shape):
@@ -54,7 +65,7 @@ def assert_close(got, want, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(jnp.max(jnp.abs(b))))
 
 
-@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize('conv', FORMS, indirect=True)
 @pytest.mark.parametrize(('image', 'kernel', 'strides', 'padding'), GEOMETRIES)
 def test_value_and_gradients_equal_native(conv, image, kernel, strides, padding):
     x, k = normal(0, 2, *image, 3), normal(1, *kernel, 3, 4)
@@ -62,7 +73,7 @@ def test_value_and_gradients_equal_native(conv, image, kernel, strides, padding)
     assert_close(jax.jit(value_and_gradients(conv, strides, padding))(x, k), want)
 
 
-@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize('conv', FORMS, indirect=True)
 @pytest.mark.parametrize(('strides', 'padding'), [((1, 1), 'SAME'), ((2, 2), [(1, 1), (1, 1)])])
 @pytest.mark.parametrize('axes', [(0, 0), (0, None), (None, 0)])
 def test_clients_may_be_vmapped(conv, strides, padding, axes):
@@ -72,7 +83,7 @@ def test_clients_may_be_vmapped(conv, strides, padding, axes):
     assert_close(jax.jit(jax.vmap(value_and_gradients(conv, strides, padding), axes))(x, k), want)
 
 
-@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize('conv', FORMS, indirect=True)
 @pytest.mark.parametrize('vmapped', [False, True])
 def test_training_in_loops_equals_native(conv, vmapped):
     x, k, steps = normal(0, 2, 2, 6, 6, 3), normal(1, 2, 3, 3, 3, 4), jnp.array([3, 2])
@@ -91,13 +102,14 @@ def test_training_in_loops_equals_native(conv, vmapped):
     assert float(jnp.max(jnp.abs(got - k))) > 1e-3
 
 
-@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize('conv', FORMS, indirect=True)
 def test_bfloat16_sums_in_float32(conv):
     # 5 * 5 * 40 ones: a bfloat16 accumulator would stop at 256.
     x, k = jnp.ones((1, 7, 7, 40), jnp.bfloat16), jnp.ones((5, 5, 40, 2), jnp.bfloat16)
     program = jax.jit(lambda x, k: ones_back(lambda x, k: run(conv, x, k, padding='VALID'), x, k))
     # The CPU sums in float32 unasked; accelerators have to be told, three times.
-    assert str(jax.make_jaxpr(program)(x, k)).count('preferred_element_type=float32') >= 3
+    text = str(jax.make_jaxpr(program)(x, k))
+    assert text.count('preferred_element_type=float32') >= 3 or text.count('onednn') >= 3
     y, dx, dk = program(x, k)
     assert y.dtype == dx.dtype == dk.dtype == jnp.bfloat16
     assert float(y[0, 0, 0, 0]) == 1000
@@ -105,7 +117,7 @@ def test_bfloat16_sums_in_float32(conv):
     assert float(dk[0, 0, 0, 0]) == 9
 
 
-@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize('conv', FORMS, indirect=True)
 @pytest.mark.parametrize(
     'options',
     [
@@ -122,7 +134,7 @@ def test_what_is_not_supported_is_refused(conv, options):
         conv(normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 3), (1, 1), 'SAME', **({'dimension_numbers': LAYOUT} | options))
 
 
-@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize('conv', FORMS, indirect=True)
 def test_impossible_shapes_are_refused(conv):
     with pytest.raises(ValueError, match='channels'):
         run(conv, normal(0, 2, 6, 6, 3), normal(1, 3, 3, 2, 4))
@@ -134,7 +146,7 @@ def test_flax_accepts_the_forms():
     x = normal(0, 2, 6, 6, 3)
     variables = nn.Conv(4, (3, 3)).init(jax.random.key(0), x)
     want = nn.Conv(4, (3, 3)).apply(variables, x)
-    for conv in (*FORMS, conv_native):
+    for conv in (conv_patches, conv_sequential, conv_native):
         got = nn.Conv(4, (3, 3), conv_general_dilated=conv).apply(variables, x)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
@@ -263,3 +275,22 @@ def test_kernel_gradient_takes_every_image_whatever_the_batch(batch):
     got = jax.grad(loss)(jnp.zeros((3, 3, 2, 3)))
     want = [[np.einsum('bhwi,bhwo->io', x[:, i : i + 2, j : j + 2], g) for j in range(3)] for i in range(3)]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_onednn_is_used_only_where_it_was_checked(monkeypatch):
+    monkeypatch.setattr(onednn.jaxlib, '__version__', '0.0.0')
+    onednn.available.cache_clear()
+    assert not onednn.available(jnp.dtype('float32'))
+    monkeypatch.undo()
+    onednn.available.cache_clear()
+    assert not onednn.available(jnp.dtype('float16'))
+
+
+def test_wrong_or_missing_onednn_is_noticed(monkeypatch):
+    def refuse(*args):
+        raise NotImplementedError
+
+    assert onednn._right(jnp.dtype('float32')) == onednn.available(jnp.dtype('float32'))
+    for broken in (refuse, lambda x, k, *rest: jnp.zeros((2, 3, 7, 16))):
+        monkeypatch.setattr(onednn, 'convolution', broken)
+        assert not onednn._right(jnp.dtype('float32'))

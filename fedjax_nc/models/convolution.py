@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_nc.base import Array
+from fedjax_nc.models import onednn
 
 ConvFn = Callable[..., Array]
 """(images, kernel, strides, padding, **options) -> images, like `lax.conv_general_dilated`."""
@@ -22,7 +23,9 @@ Pads = tuple[tuple[int, int], tuple[int, int]]
 Strides = tuple[int, int]
 
 LAYOUT = ('NHWC', 'HWIO', 'NHWC')
+NO_PADS = [(0, 0), (0, 0)]
 IMAGES = 16  # handled together in a kernel gradient; measured
+CHANNELS = 32  # from which on oneDNN is the faster one for kernel gradients; measured
 # YNNPACK keeps everything but single convolutions, which XLA's older code does up to twice as fast in this layout.
 _YNN = {
     'xla_cpu_experimental_ynn_fusion_type': ','.join(
@@ -141,10 +144,23 @@ def _conv(x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any)
 
 
 def _run(
-    x: Array, kernel: Array, strides: Strides, pads: Sequence, precision: Any, dilation: Strides = (1, 1)
+    x: Array,
+    kernel: Array,
+    strides: Strides,
+    pads: Sequence,
+    precision: Any,
+    *,
+    dilation: Strides = (1, 1),
+    dtype: jnp.dtype | None = None,
+    library: bool = True,
 ) -> Array:
+    dtype = dtype or x.dtype
+    library = library and onednn.available(x.dtype)
+
     @jax.custom_batching.custom_vmap
     def run(x: Array, kernel: Array) -> Array:
+        if library:
+            return onednn.convolution(x, kernel, strides, pads, dilation, dtype)
         y = lax.conv_general_dilated(
             x,
             kernel,
@@ -155,7 +171,7 @@ def _run(
             precision=precision,
             preferred_element_type=_sum_type(x),
         )
-        return y.astype(x.dtype)
+        return y.astype(dtype)
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], x: Array, kernel: Array) -> tuple[Array, bool]:
@@ -178,6 +194,12 @@ def _stored(x: Array) -> Array:
     return x / jnp.sign(jnp.abs(x) + 1)
 
 
+def _padded(x: Array, pads: Sequence[tuple[int, int]], strides: Strides) -> Array:
+    """Zeros around the images, fewer pixels where negative, and `stride - 1` zeros between pixels."""
+    sides = [(*pad, stride - 1) for pad, stride in zip(pads, strides, strict=True)]
+    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *sides, (0, 0, 0)))
+
+
 def _conv_forward(
     x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any
 ) -> tuple[Array, tuple[Array, Array]]:
@@ -189,24 +211,34 @@ def _conv_backward(
     strides: Strides, pads: Pads, precision: Any, residual: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
     x, kernel = residual
-    g = _stored(g)
     # How far the windows of the last row and column lie from the lower end of the image; negative where the stride
     # leaves some of the image unread.
     spare = [kernel.shape[d] + (g.shape[d + 1] - 1) * strides[d] - x.shape[d + 1] - pads[d][0] for d in (0, 1)]
     # Input gradient: each pixel collects from the windows that read it, so the kernel runs backwards over g.
-    edges = [(kernel.shape[d] - 1 - pads[d][0], kernel.shape[d] - 1 - spare[d], strides[d] - 1) for d in (0, 1)]
-    wide = lax.pad(g, jnp.zeros((), g.dtype), ((0, 0, 0), *edges, (0, 0, 0)))
-    dx = _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), ((0, 0), (0, 0)), precision)
+    edges = [(kernel.shape[d] - 1 - pads[d][0], kernel.shape[d] - 1 - spare[d]) for d in (0, 1)]
+    wide = g
+    if strides != (1, 1) or min(map(min, edges)) < 0:
+        wide, edges = _padded(g, edges, strides), NO_PADS
+    dx = _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), edges, precision)
     # Kernel gradient: the same window sum with channels in the place of the batch and g as the kernel. A few images at
     # a time, because in a transposed copy of many the neighbours lie too far apart for the cache.
-    used = lax.pad(
-        x, jnp.zeros((), x.dtype), ((0, 0, 0), (pads[0][0], spare[0], 0), (pads[1][0], spare[1], 0), (0, 0, 0))
-    )
+    ends = [(pads[d][0], spare[d]) for d in (0, 1)]
+    if min(map(min, ends)) < 0:
+        x, ends = _padded(x, ends, (1, 1)), NO_PADS
     dk = jnp.zeros((), jnp.float32)
     some = max(IMAGES, -(-len(x) // 16))  # at most 16 pieces, each of which has to be compiled
     for at in range(0, len(x), some):
-        images, windows = used[at : at + some].transpose(3, 1, 2, 0), g[at : at + some].transpose(1, 2, 0, 3)
-        dk += _run(images, windows, (1, 1), ((0, 0), (0, 0)), precision, strides).astype(jnp.float32)
+        images, windows = x[at : at + some].transpose(3, 1, 2, 0), g[at : at + some].transpose(1, 2, 0, 3)
+        dk += _run(
+            images,
+            windows,
+            (1, 1),
+            ends,
+            precision,
+            dilation=strides,
+            dtype=jnp.dtype(jnp.float32),
+            library=x.shape[3] >= CHANNELS,
+        )
     return dx, dk.transpose(1, 2, 0, 3).astype(kernel.dtype)
 
 
