@@ -1,19 +1,19 @@
-"""Times steady-state rounds of federated training, beside a hand-written sequential PyTorch loop where asked.
+"""Times steady-state rounds of federated training, beside other frameworks where asked.
 
-    python benchmarks/rounds_per_second.py --workload W1 --compare pytorch
+    python benchmarks/rounds_per_second.py --workload W1 --compare pytorch fedjax flower pfl --peer-python fedjax=PYTHON
     python benchmarks/rounds_per_second.py --workload W1 --conv patches sequential --chunk 1 5 20 --json w1.json
 The workloads and what the columns mean are explained in benchmarks/README.md.
 """
 
 import argparse
-import importlib.util
-import json
+import contextlib
+import datetime
 import math
-import os
 import platform
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import results
+import side_by_side
 
 import fedjax_nc
 from fedjax_nc import data, local, models, recipes, simulate
@@ -66,6 +68,14 @@ def count(text: str) -> int:
     return int(text)
 
 
+def interpreter(text: str) -> tuple[str, str]:
+    """Parses PEER=PYTHON."""
+    peer, _, python = text.partition('=')
+    if peer not in side_by_side.PACKAGES or not python:
+        raise argparse.ArgumentTypeError(f'{text!r} is not PEER=PYTHON with one of {", ".join(side_by_side.PACKAGES)}')
+    return peer, python
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog='rounds_per_second.py', description=__doc__)
     parser.add_argument('--workload', choices=list(WORKLOADS), default='W1', help='other options change its numbers')
@@ -84,7 +94,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--rounds', type=count, default=5, help='timed rounds of each row')
     parser.add_argument('--max-examples', type=count, help='use a part of the training set')
     parser.add_argument('--data-dir', type=Path, help='where CIFAR-10 lies or is put; random images without it')
-    parser.add_argument('--compare', choices=['pytorch'], help='alternate with a hand-written PyTorch loop')
+    peers = list(side_by_side.PACKAGES)
+    parser.add_argument('--compare', choices=peers, nargs='+', default=[], help='take turns with these')
+    parser.add_argument(
+        '--peer-python', type=interpreter, nargs='+', action='extend', default=[], metavar='PEER=PYTHON',
+        help='the Python that has a peer; default: this one',
+    )  # fmt: skip
     parser.add_argument('--torch-threads', type=count, help="default: PyTorch's own; 1 is steadier on a busy machine")
     parser.add_argument('--json', type=Path, help='also write the results to this file')
     return parser.parse_args(argv)
@@ -100,9 +115,6 @@ def settle(args: argparse.Namespace) -> Workload:
         raise ValueError(f'--cohort {work.cohort} is more than the {work.clients} clients')
     if work.model != 'mlp' and work.side < 18:
         raise ValueError(f'{args.workload} has images of {work.side}x{work.side}, too small for --model {work.model}')
-    if args.compare and importlib.util.find_spec('torch') is None:
-        print('Not compared: PyTorch is not installed (pip install torch).', file=sys.stderr)
-        args.compare = None
     return work
 
 
@@ -199,7 +211,7 @@ class Row:
             self.padded.append(float(report.padded_work))
         return report
 
-    def results(self, flops: int, rate: float, torch_seconds: list[float]) -> dict[str, Any]:
+    def results(self, flops: int, rate: float, peers: list[side_by_side.Peer]) -> dict[str, Any]:
         best, examples = min(self.seconds), statistics.mean(self.examples)
         return {
             'conv': self.conv, 'chunk': self.chunk, 'seconds_per_round': best,
@@ -207,8 +219,26 @@ class Row:
             'samples_per_second': examples / best, 'model_flops_per_second': flops * examples / best,
             'share_of_matmul': flops * examples / best / rate, 'padded_work': statistics.mean(self.padded),
             'compile_seconds': self.compile_seconds, 'memory_bytes': self.memory,
-            'pytorch_ratio': min(torch_seconds) / best if torch_seconds else None,
+            'ratios': {peer.name: min(peer.seconds) / best for peer in peers},
         }  # fmt: skip
+
+
+def pack(args: argparse.Namespace, work: Workload, row: Row, path: Path) -> dict[str, Any]:
+    """Writes the workload, from the weights that `row` has now, for the peers. Returns its settings."""
+    settings = {
+        'algorithm': work.algorithm, 'model': work.model, 'norm': args.norm, 'widths': args.widths,
+        'batch_size': work.batch_size, 'epochs': work.epochs, 'sgd': SGD, 'bfloat16': args.precision == 'bfloat16',
+        'device': 'cuda' if jax.default_backend() == 'gpu' else 'cpu', 'threads': args.torch_threads,
+    }  # fmt: skip
+    side_by_side.pack(path, row.data, row.state.server.variables, **settings)
+    return settings
+
+
+def start_peers(args: argparse.Namespace, work: Workload, row: Row, path: Path) -> list[side_by_side.Peer]:
+    """The peers asked for that can play this workload."""
+    settings, pythons = pack(args, work, row, path), dict(args.peer_python)
+    fit = [peer for peer in dict.fromkeys(args.compare) if side_by_side.fit(peer, settings)]
+    return [side_by_side.Peer(peer, pythons.get(peer, sys.executable), path) for peer in fit]
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -216,82 +246,37 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     work = settle(args)
     clients, source = load(args, work)
     rows = [Row(args, work, clients, conv, chunk) for conv in args.conv for chunk in args.chunk]
-    other = None
-    if args.compare:
-        import pytorch_loop  # lies beside this script and needs torch
-
-        other = pytorch_loop.build(args, work, clients, SGD)
-    n, rates, torch_seconds = 2048 if jax.default_backend() == 'cpu' else 8192, [], []
+    n, rates = 2048 if jax.default_backend() == 'cpu' else 8192, list[float]()
     square = jax.random.normal(jax.random.key(0), (n, n), jnp.float32).astype(args.precision)
-    for r in range(args.rounds + 1):  # the first round warms up; then all take turns, so that a busy spell hits each
-        for row in rows:
-            report = row.round(jax.random.key(r), timed=r > 0)  # the key chooses the cohort: the same for every row
-        rates += [matmul_rate(square) for _ in range(3)]
-        if other:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        peers = start_peers(args, work, rows[0], folder / 'work.npz') if args.compare else []
+        for peer in peers:
+            stack.callback(peer.close)
+        for r in range(args.rounds + 1):  # the first round warms up; all take turns, so that a busy spell hits each
+            for row in rows:
+                report = row.round(jax.random.key(r), timed=r > 0)  # the key chooses the cohort: the same for every row
+            rates += [matmul_rate(square) for _ in range(3)]
             cohort = [k for k in np.asarray(report.ids).tolist() if k < work.clients]
-            start = time.perf_counter()
-            other.round(cohort)
-            torch_seconds += [time.perf_counter() - start] if r > 0 else []
+            for peer in peers:
+                peer.round(cohort, timed=r > 0)
+    peers = [peer for peer in peers if peer.seconds]
     flops, rate = training_flops(args, work, clients), max(rates)
-    table = [row.results(flops, rate, torch_seconds) for row in rows]
-    versions = {'fedjax_nc': fedjax_nc.__version__, 'jax': jax.__version__, 'python': platform.python_version()}
-    versions |= other.versions if other else {}
+    table = [row.results(flops, rate, peers) for row in rows]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
     result = {
         'workload': args.workload, **work._asdict(), 'precision': args.precision, 'data': source,
-        'seconds_per_round': table[0]['seconds_per_round'],
-        'pytorch_seconds_per_round': min(torch_seconds) if torch_seconds else None,
-        'pytorch_median_seconds_per_round': statistics.median(torch_seconds) if torch_seconds else None,
+        'rounds': args.rounds, 'seconds_per_round': table[0]['seconds_per_round'],
         'model_flops_per_round': flops * statistics.mean(rows[0].examples), 'matmul_flops_per_second': rate,
-        'device': jax.devices()[0].device_kind, 'backend': jax.default_backend(), 'versions': versions,
+        'date': datetime.date.today().isoformat(), 'device': results.device(), 'backend': jax.default_backend(),
+        'versions': {'fedjax_nc': fedjax_nc.__version__, 'jax': jax.__version__, 'python': platform.python_version()},
         'peak_device_bytes': (jax.devices()[0].memory_stats() or {}).get('peak_bytes_in_use'),
-        'peak_process_bytes': rss, 'rows': table,
+        'peak_process_bytes': rss, 'rows': table, 'peers': {peer.name: peer.results() for peer in peers},
     }  # fmt: skip
-    show(result, args.rounds)
+    print(results.markdown(result))
     if args.json:
-        write(args.json, result)
+        results.write(args.json, result)
     return result
-
-
-def show(result: dict[str, Any], repetitions: int) -> None:
-    """Prints Markdown."""
-    sampled = '' if result['cohort'] == result['clients'] else f', {result["cohort"]} sampled'
-    print(
-        f'{result["workload"]}: {result["algorithm"]}, {result["model"]}, {result["clients"]} clients{sampled}, batch '
-        f'{result["batch_size"]}, epochs {result["epochs"]}, {result["data"]}, {result["precision"]}; '
-        f'{result["model_flops_per_round"] / 1e9:.3g} GFLOP a round; {repetitions} timed rounds.\n'
-    )
-    names = ['form', 'chunk', 's/round', 'median', 'samples/s', 'GFLOP/s', 'of matmul', 'padded', 'compile s', 'MiB']
-    compared = result['pytorch_seconds_per_round'] is not None
-    names += ['PyTorch / ours'] if compared else []
-    print(f'| {" | ".join(names)} |\n|' + ' --- |' * len(names))
-    for row in result['rows']:
-        cells = [
-            row['conv'], row['chunk'], f'{row["seconds_per_round"]:.4g}', f'{row["median_seconds_per_round"]:.4g}',
-            f'{row["samples_per_second"]:.4g}', f'{row["model_flops_per_second"] / 1e9:.3g}',
-            f'{100 * row["share_of_matmul"]:.3g} %', f'{100 * row["padded_work"]:.0f} %',
-            f'{row["compile_seconds"]:.2g}', f'{row["memory_bytes"] / 2**20:.0f}' if row['memory_bytes'] else '?',
-            *([f'{row["pytorch_ratio"]:.2f}'] if compared else []),
-        ]  # fmt: skip
-        print(f'| {" | ".join(cells)} |')
-    if compared:
-        best, median = (result[f'pytorch_{kind}seconds_per_round'] for kind in ('', 'median_'))
-        speed, rate = result['model_flops_per_round'] / best, result['matmul_flops_per_second']
-        print(f'| PyTorch | 1 | {best:.4g} | {median:.4g} | | {speed / 1e9:.3g} | {100 * speed / rate:.3g} % | | | | |')
-    on_device = f'{result["peak_device_bytes"] / 2**20:.0f} MiB on the device, ' if result['peak_device_bytes'] else ''
-    versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items())
-    print(
-        f'\nMatrix product {result["matmul_flops_per_second"] / 1e9:.4g} GFLOP/s. Peak of all rows: {on_device}'
-        f'{result["peak_process_bytes"] / 2**20:.0f} MiB of the process. {result["device"]}; {versions}.'
-    )
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """JSON, written beside its place and renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f'.{path.name}.{os.getpid()}')
-    temporary.write_text(json.dumps(content, indent=2) + '\n')
-    os.replace(temporary, path)
 
 
 if __name__ == '__main__':

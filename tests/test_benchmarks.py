@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ TORCH = importlib.util.find_spec('torch') is not None
 
 @pytest.fixture
 def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent / 'peers'))
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     return importlib.import_module('rounds_per_second')
 
@@ -38,10 +40,11 @@ def test_script_prints_markdown_and_writes_json(tmp_path):
     assert done.stdout.count('\n| - |') == 1
     result = json.loads(out.read_text())
     assert [p.name for p in out.parent.iterdir()] == ['w4.json']
-    assert {'device', 'versions', 'pytorch_seconds_per_round'} <= set(result)
-    numbers = ['seconds_per_round', 'model_flops_per_round', 'matmul_flops_per_second']
-    numbers += ['pytorch_seconds_per_round'] if TORCH else []
-    assert all(math.isfinite(result[name]) and result[name] > 0 for name in numbers)
+    assert {'date', 'device', 'versions'} <= set(result)
+    numbers = [result[name] for name in ('seconds_per_round', 'model_flops_per_round', 'matmul_flops_per_second')]
+    numbers += [result['peers']['PyTorch']['seconds_per_round']] if TORCH else []
+    assert all(math.isfinite(number) and number > 0 for number in numbers)
+    assert done.stdout.count('\n| PyTorch |') == len(result['peers']) == TORCH
     for row in result['rows']:
         per_round = row['samples_per_second'] * row['seconds_per_round']
         np.testing.assert_allclose(per_round, 4 * 20)
@@ -56,19 +59,73 @@ def test_a_bad_argument_is_one_line():
     assert 'error: --cohort 21 is more than the 20 clients' in done.stderr
 
 
-@pytest.mark.parametrize('args', [['--rounds', '0'], ['--conv', 'fft'], ['--json']])
+@pytest.mark.parametrize('args', [['--rounds', '0'], ['--conv', 'fft'], ['--peer-python', 'pfl']])
 def test_malformed_options_are_one_line(bench, capsys, args):
     with pytest.raises(SystemExit, match='2'):
         bench.arguments(args)
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_without_pytorch_the_comparison_is_left_out_with_one_line(bench, monkeypatch, capsys):
-    monkeypatch.setattr(bench.importlib.util, 'find_spec', lambda name: None)
-    args = bench.arguments(['--compare', 'pytorch'])
-    bench.settle(args)
-    assert args.compare is None
-    assert capsys.readouterr().err == 'Not compared: PyTorch is not installed (pip install torch).\n'
+FAKE = """
+import serving
+
+class Fake:
+    versions = {'fake': '1.0'}
+    def round(self, ids):
+        print('libraries talk')
+        self.ids = ids
+        assert 13 not in ids, 'bad luck'
+    def weights(self):
+        return {'ids': self.ids}
+
+serving.Channel().serve(Fake())
+"""
+
+
+def fake(bench, folder, source):
+    (folder / 'pfl_worker.py').write_text(f'import sys; sys.path.append({str(SCRIPT.parent / "peers")!r}); {source}')
+    return bench.side_by_side.Peer('pfl', sys.executable, folder / 'work.npz', folder)
+
+
+def test_a_worker_plays_rounds_until_it_fails(bench, tmp_path, capsys):
+    peer = fake(bench, tmp_path, FAKE)
+    assert peer.versions == {'fake': '1.0'}
+    peer.round([7], timed=False)
+    assert peer.seconds == []
+    peer.round([3, 4])
+    assert peer.ask(save=str(tmp_path / 'w.npz')) == {'saved': True}
+    assert np.load(tmp_path / 'w.npz')['ids'].tolist() == [3, 4]
+    assert len(peer.seconds) == 1
+    assert 0 <= peer.results()['seconds_per_round'] < 5
+    assert capsys.readouterr().err == ''
+    peer.round([13])
+    peer.round([5])
+    assert peer.seconds == []
+    said = capsys.readouterr().err
+    assert said.count('\n') == 1
+    assert said.startswith('Not compared with pfl-research: AssertionError: bad luck')
+
+
+def test_a_peer_that_is_not_there_is_left_out_with_one_line(bench, tmp_path, capsys):
+    missing = fake(bench, tmp_path, 'import no_such_package')
+    nowhere = bench.side_by_side.Peer('fedjax', str(tmp_path / 'python'), tmp_path / 'work.npz')
+    for peer in (missing, nowhere):
+        peer.round([0])
+        peer.close()
+        assert peer.seconds == []
+    first, second = capsys.readouterr().err.splitlines()
+    assert "No module named 'no_such_package'" in first
+    assert "VENV/bin/pip install 'pfl[pytorch]==0.6.0' torch==2.13.0" in first
+    assert 'No such file' in second
+    assert 'pip install fedjax==0.0.17 jax==0.5.3' in second
+
+
+def test_a_workload_that_a_peer_does_not_have_is_one_line(bench, capsys):
+    settings = {'algorithm': 'fedetf', 'model': 'resnet20', 'bfloat16': False, 'device': 'cpu'}
+    assert bench.side_by_side.fit('pytorch', settings)
+    assert not bench.side_by_side.fit('flower', settings)
+    assert capsys.readouterr().err.startswith('Not compared with Flower: it takes part on a CPU')
+    assert bench.side_by_side.fit('flower', {**settings, 'algorithm': 'fedavg', 'model': 'cnn'})
 
 
 def test_w1_is_424_gflop(bench):
@@ -95,22 +152,53 @@ def test_w1_is_424_gflop(bench):
     ],
     ids=['mlp', 'cnn', 'cnn_mcmahan', 'resnet20_etf_batch', 'resnet20_etf_group'],
 )
-def test_both_sides_compute_the_same_round(bench, options):
+def test_pytorch_computes_the_same_round(bench, tmp_path, options):
     pytest.importorskip('torch')
-    loop = importlib.import_module('pytorch_loop')
+    serving, worker = importlib.import_module('serving'), importlib.import_module('pytorch_worker')
     args = bench.arguments([*options, '--batch-size', '8', '--torch-threads', '1'])  # full batches: no order
     work = bench.settle(args)._replace(epochs=2)
-    clients, _ = bench.load(args, work)
-    row, other = bench.Row(args, work, clients, None, None), loop.build(args, work, clients, bench.SGD)
-    start = row.state.server.variables
-    other.load(start)
-    assert other.difference(start) == 0
-    begun = jax.tree.map(np.array, start)  # the state is donated
+    row = bench.Row(args, work, bench.load(args, work)[0], None, None)
+    bench.pack(args, work, row, tmp_path / 'work.npz')
+    other = worker.Loop(serving.load(tmp_path / 'work.npz'))
+    begun = bench.side_by_side.named(row.state.server.variables)
+    assert difference(begun, other.weights()) == 0
     report = row.round(jax.random.key(0))
     other.round(np.asarray(report.ids)[np.asarray(report.ids) < work.clients].tolist())
-    moved = other.difference(begun)
+    moved = difference(begun, other.weights())
     assert moved > 1e-3
-    assert other.difference(row.state.server.variables) < 0.01 * moved
+    assert difference(bench.side_by_side.named(row.state.server.variables), other.weights()) < 0.01 * moved
+
+
+def difference(ours, theirs):
+    assert set(ours) == set(theirs)
+    return max(np.max(np.abs(ours[name] - theirs[name])) for name in ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('model', ['mlp', 'cnn', 'cnn_mcmahan'])
+@pytest.mark.parametrize('peer', ['fedjax', 'flower', 'pfl'])
+def test_peers_compute_the_same_rounds(bench, tmp_path, peer, model):
+    # PEER_PYTHON='fedjax=/path/to/python flower=...' pytest -m slow tests/test_benchmarks.py
+    given = os.environ.get('PEER_PYTHON', '').split()
+    if not any(text.startswith(f'{peer}=') for text in given):
+        pytest.skip(f'no Python that has {peer} is named in PEER_PYTHON')
+    sizes = ['--clients', '4', '--cohort', '3', '--samples', '8', '--batch-size', '8', '--epochs', '3']
+    workload = 'W4' if model == 'mlp' else 'W1'
+    args = bench.arguments(
+        ['--workload', workload, '--model', model, *sizes, '--compare', peer, '--peer-python', *given]
+    )
+    work = bench.settle(args)
+    row = bench.Row(args, work, bench.load(args, work)[0], None, None)
+    begun = bench.side_by_side.named(row.state.server.variables)
+    (other,) = bench.start_peers(args, work, row, tmp_path / 'work.npz')
+    for r in range(2):
+        report = row.round(jax.random.key(r))
+        other.round([k for k in np.asarray(report.ids).tolist() if k < work.clients])
+    other.ask(save=str(tmp_path / 'weights.npz'))
+    other.close()
+    ours, theirs = bench.side_by_side.named(row.state.server.variables), dict(np.load(tmp_path / 'weights.npz'))
+    assert difference(begun, theirs) > 1e-3
+    assert difference(ours, theirs) < 1e-6
 
 
 def test_accuracy_table_is_made_of_finished_and_resumed_runs(tmp_path, monkeypatch, capsys):

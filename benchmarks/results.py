@@ -1,0 +1,64 @@
+"""How the results of `rounds_per_second.py` are printed and kept."""
+
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def device() -> str:
+    """What the rounds ran on: the accelerator, or the processor and its number of cores."""
+    if jax.default_backend() != 'cpu':
+        return jax.devices()[0].device_kind
+    about = Path('/proc/cpuinfo')
+    found = re.search(r'model name\s*: (.*)', about.read_text()) if about.exists() else None
+    return f'{found[1] if found else platform.processor() or "unknown processor"}, {os.cpu_count()} cores'
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """What was run, a table of our rows and the peers, and with what."""
+    sampled = '' if result['cohort'] == result['clients'] else f', {result["cohort"]} sampled'
+    title = (
+        f'{result["workload"]}: {result["algorithm"]}, {result["model"]}, {result["clients"]} clients{sampled}, batch '
+        f'{result["batch_size"]}, epochs {result["epochs"]}, {result["data"]}, {result["precision"]}; '
+        f'{result["model_flops_per_round"] / 1e9:.3g} GFLOP a round; {result["rounds"]} timed rounds.'
+    )
+    peers = result['peers']
+    names = ['form', 'chunk', 's/round', 'median', 'samples/s', 'GFLOP/s', 'of matmul', 'padded', 'compile s', 'MiB']
+    table = [names + [f'{name} / ours' for name in peers], ['---'] * (len(names) + len(peers))]
+    for row in result['rows']:
+        cells = [
+            row['conv'], row['chunk'], f'{row["seconds_per_round"]:.4g}', f'{row["median_seconds_per_round"]:.4g}',
+            f'{row["samples_per_second"]:.4g}', f'{row["model_flops_per_second"] / 1e9:.3g}',
+            f'{100 * row["share_of_matmul"]:.3g} %', f'{100 * row["padded_work"]:.0f} %',
+            f'{row["compile_seconds"]:.2g}', f'{row["memory_bytes"] / 2**20:.0f}' if row['memory_bytes'] else '?',
+        ]  # fmt: skip
+        table.append(cells + [f'{row["ratios"][name]:.2f}' for name in peers])
+    for name, peer in peers.items():
+        speed = result['model_flops_per_round'] / peer['seconds_per_round']
+        best, median = f'{peer["seconds_per_round"]:.4g}', f'{peer["median_seconds_per_round"]:.4g}'
+        share = f'{100 * speed / result["matmul_flops_per_second"]:.3g} %'
+        table.append([name, '', best, median, '', f'{speed / 1e9:.3g}', share] + [''] * (3 + len(peers)))
+    on_device = f'{result["peak_device_bytes"] / 2**20:.0f} MiB on the device, ' if result['peak_device_bytes'] else ''
+    versions = '; '.join(
+        ', '.join(f'{package} {version}' for package, version in versions.items())
+        for versions in (result['versions'], *(peer['versions'] for peer in peers.values()))
+    )
+    notes = (
+        f'{result["date"]}, {result["device"]}. Matrix product {result["matmul_flops_per_second"] / 1e9:.4g} GFLOP/s. '
+        f'Peak of all rows: {on_device}{result["peak_process_bytes"] / 2**20:.0f} MiB of the process. {versions}.'
+    )
+    lines = [f'| {" | ".join(cells)} |' for cells in table]
+    return '\n'.join([title, '', *lines, '', notes])
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """JSON, written beside its place and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f'.{path.name}.{os.getpid()}')
+    temporary.write_text(json.dumps(content, indent=2) + '\n')
+    os.replace(temporary, path)
