@@ -1,7 +1,8 @@
-"""The round: the one file that knows that there are many clients.
+"""The round: the one file that knows that there are many clients, and perhaps many devices.
 
-Algorithms are written for one client. Here their work is vmapped over lanes, scanned over chunks of the cohort, and
-summed as it comes, so that a whole round is one function to compile and memory is bounded by the chunk.
+Algorithms are written for one client. Here their work is vmapped over lanes, scanned over chunks of the cohort, spread
+over the devices of a mesh, and summed as it comes, so that a whole round is one function to compile and memory is
+bounded by the chunk.
 """
 
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from fedjax_nc import tree
+from fedjax_nc import devices, tree
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, State, Tree
 from fedjax_nc.models.convolution import compiler_options
 
@@ -20,6 +22,7 @@ class Report(NamedTuple):
 
     loss: Array  # [] float32, mean local training loss over the examples visited
     padded_work: Array  # [] float32, share of the computed batch rows that were padding
+    balance: Array  # [] float32, batch rows of the mean device over those of the busiest; 1 on a single device
     finite: Array  # [] bool, whether the new server state is free of NaN and infinity
     ids: Array  # [M'] int32, the cohort from the largest client to the smallest, filled up with K for nobody
     info: Info  # [M', ...] the clients' own reports in that order
@@ -55,76 +58,150 @@ def default_chunk(server: Tree) -> int:
     return 32
 
 
-def make_round(algorithm: Algorithm, *, cohort: int | None = None, chunk: int | None = None) -> Round:
+def make_round(
+    algorithm: Algorithm, *, cohort: int | None = None, chunk: int | None = None, mesh: Mesh | None = None
+) -> Round:
     """Builds one round of `algorithm`: choose a cohort, run its clients, aggregate, update the server.
 
-    The result is a pure function to be compiled once, `jit(make_round(...))`. Client i's randomness comes from the
+    The result is a pure function to be compiled once, `compiled(make_round(...))`. Client i's randomness comes from the
     round's key folded with i, whoever else takes part. Clients that do not take part keep their state bit for bit.
 
     Args:
       algorithm: any `Algorithm`.
       cohort: clients a round, drawn uniformly without replacement; all of them by default. Ignored where the round is
-        called with `ids`, an array of distinct client numbers.
-      chunk: clients run side by side (vmapped); the chunks of a cohort follow each other. By default
+        called with `ids`, an array of distinct client numbers; the number of clients stands for nobody.
+      chunk: clients run side by side (vmapped) on a device; the chunks of a cohort follow each other. By default
         `default_chunk`. The cohort is sorted by size, and a chunk takes as many steps as its longest client.
+      mesh: devices to share the cohort, from `devices.mesh`; state and data go there with `devices.place`. The result
+        is that of one device up to the order of sums.
 
     Raises:
       ValueError: when called, if the cohort is larger than the population, or the state is of another population; when
-        built, if either number is below 1.
+        built, if either number is below 1 or the mesh lacks the axis 'clients'.
     """
-    for name, value in (('cohort', cohort), ('chunk', chunk)):
-        if value is not None and value < 1:
-            raise ValueError(f'{name} must be at least 1, not {value}')
+    work = make_work(algorithm, chunk=chunk, mesh=mesh)
+    if cohort is not None and cohort < 1:
+        raise ValueError(f'cohort must be at least 1, not {cohort}')
 
     def round(key: Array, state: State, data: FederatedData, ids: Array | None = None) -> tuple[State, Report]:
-        pick, k_client, k_server = jax.random.split(key, 3)
         population = data.num_clients
         if any(u.shape[0] != population for u in jax.tree.leaves(state.clients)):
             held = jax.tree.leaves(state.clients)[0].shape[0]
             raise ValueError(f'the state has {held} clients and the data {population}: make it with init or join')
-        ids = choose(pick, population, cohort) if ids is None else jnp.asarray(ids)
-        lanes = min(chunk or default_chunk(state.server), len(ids))
-        ids = ids[jnp.argsort(-data.size[ids])]  # clients of like size share a chunk
-        ids = jnp.pad(ids, (0, -len(ids) % lanes), constant_values=population)  # nobody fills the last chunk
-
-        def one(i: Array, client: Tree) -> tuple[Tree, Tree, Info]:
-            return algorithm.client(jax.random.fold_in(k_client, i), state.server, client, data.shard(i))
-
-        def run_chunk(clients: Tree, ids: Array, slots: Array) -> tuple[Tree, Tree, tuple[Info, Array]]:
-            new, messages, info = lanes_of(one)(ids, tree.take(clients, ids))
-            weights = jnp.where(ids < population, jnp.take(data.size, ids, mode='clip'), 0).astype(jnp.float32)
-            partial = (algorithm.aggregate.partial(messages, weights, slots, cohort_size),
-                       jnp.sum(weights), jnp.sum(jnp.sign(weights)))  # fmt: skip
-            paid = lanes * jnp.max(info.slots).astype(jnp.float32)
-            return tree.put(clients, ids, new), partial, (info, paid)
-
-        def body(carry: Tree, chunk_ids: tuple[Array, Array]) -> tuple[Tree, Tree]:
-            clients, total = carry
-            clients, partial, out = run_chunk(clients, *chunk_ids)
-            return (clients, tree.add(total, partial)), out
-
-        cohort_size = len(ids)
-        chunks = (ids.reshape(-1, lanes), jnp.arange(cohort_size).reshape(-1, lanes))
-        empty = jax.eval_shape(lambda: run_chunk(state.clients, chunks[0][0], chunks[1][0])[1])
-        total = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), empty)
-        (clients, total), (info, paid) = jax.lax.scan(body, (state.clients, total), chunks)
-
-        value, weight, live = total
-        aggregate = Aggregate(algorithm.aggregate.finish(value), weight, live)
-        server = algorithm.server(k_server, state.server, aggregate)
-        info = jax.tree.map(lambda u: u.reshape(cohort_size, *u.shape[2:]), info)
-        return State(server, clients), report(server, ids, info, jnp.sum(paid))
+        ids = choose(cohort_key(key), population, cohort) if ids is None else jnp.asarray(ids)
+        server, clients, report = work(key, state.server, state.clients, data, ids, ids)
+        return State(server, clients), report
 
     return round
 
 
+def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | None = None) -> Callable[..., Any]:
+    """The round without the choice of its cohort, for any place in which client states are held.
+
+    Returns `(key, server, held, data, ids [M], rows [M]) -> (server, held, report)`: the state of client `ids[j]` is
+    row `rows[j]` of `held`. `make_round` holds the states of all clients; `population` hands over a cohort's.
+    Arguments and errors are those of `make_round`.
+    """
+    if chunk is not None and chunk < 1:
+        raise ValueError(f'chunk must be at least 1, not {chunk}')
+    if mesh is not None and mesh.axis_names != (devices.AXIS,):
+        raise ValueError(f"the mesh needs the one axis 'clients', not {mesh.axis_names}: make it with devices.mesh")
+    count = 1 if mesh is None else mesh.size
+
+    def run(key: Array, server: Tree, held: Tree, data: FederatedData, ids: Array, rows: Array, slots: Array) -> Tree:
+        """Runs chunks of clients [n, lanes] on one device; `slots` are their places in the whole cohort."""
+
+        def one(i: Array, client: Tree) -> tuple[Tree, Tree, Info]:
+            return algorithm.client(jax.random.fold_in(key, i), server, client, data.shard(i))
+
+        def run_chunk(held: Tree, ids: Array, rows: Array, slots: Array) -> tuple[Tree, Tree, tuple[Info, Array]]:
+            new, messages, info = lanes_of(one)(ids, tree.take(held, rows))
+            real = ids < data.num_clients
+            weights = jnp.where(real, jnp.take(data.size, ids, mode='clip'), 0).astype(jnp.float32)
+            with jax.named_scope('aggregate'):
+                total = algorithm.aggregate.partial(messages, weights, slots, count * len(all_slots) * lanes)
+            paid = lanes * jnp.max(info.slots).astype(jnp.float32)
+            # Nobody's row lies beyond the end, and what is written there is dropped.
+            return tree.put(held, rows, new), (total, jnp.sum(weights), jnp.sum(jnp.sign(weights))), (info, paid)
+
+        def body(carry: Tree, chunk: tuple[Array, Array, Array]) -> tuple[Tree, Tree]:
+            held, total = carry
+            held, partial, out = run_chunk(held, *chunk)
+            with jax.named_scope('aggregate'):
+                return (held, tree.add(total, partial)), out
+
+        all_slots, lanes = slots, slots.shape[1]
+        empty = jax.eval_shape(lambda: run_chunk(held, ids[0], rows[0], slots[0])[1])
+        total = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), empty)
+        (held, total), (info, paid) = jax.lax.scan(body, (held, total), (ids, rows, slots))
+        return total, held, info, jnp.sum(paid)[None]
+
+    def spread(key: Array, server: Tree, held: Tree, data: FederatedData, *cut: Array) -> Tree:
+        """`run` on every device, each with its share of the chunks and their clients' states."""
+
+        def share(key: Array, server: Tree, mine: Tree, data: FederatedData, ids: Array, slots: Array) -> Tree:
+            total, mine, info, paid = run(key, server, mine, data, ids, jnp.arange(ids.size).reshape(ids.shape), slots)
+            return jax.lax.psum(total, devices.AXIS), mine, info, paid
+
+        ids, rows, slots = cut
+        whole, split = devices.EVERYWHERE, devices.BY_CLIENT
+        where, to = (whole, whole, split, whole, split, split), (whole, split, split, split)
+        shared = jax.shard_map(share, mesh=mesh, in_specs=where, out_specs=to, check_vma=False)
+        flat = rows.reshape(-1)
+        total, mine, info, paid = shared(key, server, tree.take(held, flat), data, ids, slots)
+        return total, tree.put(held, flat, mine), info, paid
+
+    def work(
+        key: Array, server: Tree, held: Tree, data: FederatedData, ids: Array, rows: Array
+    ) -> tuple[Tree, Tree, Report]:
+        _, k_client, k_server = jax.random.split(key, 3)
+        lanes = min(chunk or default_chunk(server), -(-len(ids) // count))
+        order = jnp.argsort(-data.size.at[ids].get(mode='fill', fill_value=0))  # like sizes share a chunk
+        fill = -len(ids) % (lanes * count)
+        ids = jnp.pad(ids[order], (0, fill), constant_values=data.num_clients)  # nobody fills the last chunks
+        rows = jnp.pad(rows[order], (0, fill), constant_values=jnp.iinfo(rows.dtype).max)
+        cut = [u.reshape(-1, lanes) for u in (ids, rows, jnp.arange(len(ids)))]
+        if mesh is None:
+            total, held, info, paid = run(k_client, server, held, data, *cut)
+        else:
+            sizes = data.size.at[cut[0]].get(mode='fill', fill_value=0)
+            place = devices.balanced(jnp.max(sizes, axis=1), count)
+            total, held, info, paid = spread(k_client, server, held, data, *(u[jnp.argsort(place)] for u in cut))
+            info = jax.tree.map(lambda u: u[place], info)
+        (value, weight, live), info = total, jax.tree.map(lambda u: u.reshape(len(ids), *u.shape[2:]), info)
+        with jax.named_scope('server'):
+            aggregate = Aggregate(algorithm.aggregate.finish(value), weight, live)
+            server = algorithm.server(k_server, server, aggregate)
+        if mesh is not None:
+            server, held = devices.settled(mesh, server, held)
+        return server, held, report(server, ids, info, paid)
+
+    return work
+
+
+def cohort_key(key: Array) -> Array:
+    """The part of a round's key that chooses its cohort."""
+    return jax.random.split(key, 3)[0]
+
+
 def choose(key: Array, population: int, cohort: int | None) -> Array:
-    """The ids of a cohort: [M] int32, distinct."""
+    """The ids of a cohort: [M] int32, distinct. The time it takes does not grow with a large population."""
     if cohort is None or cohort == population:
         return jnp.arange(population)
     if cohort > population:
         raise ValueError(f'a cohort of {cohort} cannot be drawn from {population} clients')
-    return jax.random.choice(key, population, (cohort,), replace=False)
+    if population <= cohort**2:
+        return jax.random.choice(key, population, (cohort,), replace=False)
+
+    # Floyd's sampling (Bentley and Floyd, CACM 1987): entry j is a draw from [0, population - cohort + j], or that
+    # bound itself if the draw has been taken before. It makes every set equally likely.
+    bounds = population - cohort + jnp.arange(cohort)
+    draws = jax.random.randint(key, (cohort,), 0, bounds + 1)
+
+    def step(j: Array, ids: Array) -> Array:
+        return ids.at[j].set(jnp.where(jnp.any(ids == draws[j]), bounds[j], draws[j]))
+
+    return jax.lax.fori_loop(0, cohort, step, jnp.full(cohort, population, draws.dtype))
 
 
 def lanes_of(one: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,14 +217,15 @@ def lanes_of(one: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def report(server: Tree, ids: Array, info: Info, paid: Array) -> Report:
-    """Sums up the clients' reports. `paid` counts the batch rows that were computed."""
+    """Sums up the clients' reports. `paid [devices]` counts the batch rows that were computed."""
     examples = info.examples.astype(jnp.float32)
     visited = jnp.sum(examples)
     loss = jnp.sum(jnp.where(examples > 0, info.loss * examples, 0.0)) / jnp.maximum(visited, 1.0)
-    padded = 1.0 - visited / jnp.maximum(paid, 1.0)
+    padded = 1.0 - visited / jnp.maximum(jnp.sum(paid), 1.0)
+    balance = jnp.where(jnp.max(paid) > 0, jnp.mean(paid) / jnp.maximum(jnp.max(paid), 1.0), 1.0)
     floats = [u for u in jax.tree.leaves(server) if jnp.issubdtype(u.dtype, jnp.inexact)]
     finite = jnp.array([jnp.all(jnp.isfinite(u)) for u in floats], bool)
-    return Report(loss, padded, jnp.all(finite), ids, info)
+    return Report(loss, padded, balance, jnp.all(finite), ids, info)
 
 
 def several(round: Round) -> Round:
