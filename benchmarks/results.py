@@ -28,11 +28,24 @@ def markdown(result: dict[str, Any]) -> str:
         f'{result["model_flops_per_round"] / 1e9:.3g} GFLOP a round; {result["rounds"]} timed rounds.'
     )
     peers = result['peers']
-    names = ['form', 'chunk', 's/round', 'median', 'samples/s', 'GFLOP/s', 'of matmul', 'padded', 'compile s', 'MiB']
+    names = [
+        'form',
+        'chunk',
+        'devices',
+        's/round',
+        'median',
+        'samples/s',
+        'GFLOP/s',
+        'of matmul',
+        'padded',
+        'compile s',
+    ]
+    names += ['MiB']
     table = [names + [f'{name} / ours' for name in peers], ['---'] * (len(names) + len(peers))]
     for row in result['rows']:
         cells = [
-            row['conv'], row['chunk'], f'{row["seconds_per_round"]:.4g}', f'{row["median_seconds_per_round"]:.4g}',
+            row['conv'], row['chunk'], str(row['devices']),
+            f'{row["seconds_per_round"]:.4g}', f'{row["median_seconds_per_round"]:.4g}',
             f'{row["samples_per_second"]:.4g}', f'{row["model_flops_per_second"] / 1e9:.3g}',
             f'{100 * row["share_of_matmul"]:.3g} %', f'{100 * row["padded_work"]:.0f} %',
             f'{row["compile_seconds"]:.2g}', f'{row["memory_bytes"] / 2**20:.0f}' if row['memory_bytes'] else '?',
@@ -42,7 +55,7 @@ def markdown(result: dict[str, Any]) -> str:
         speed = result['model_flops_per_round'] / peer['seconds_per_round']
         best, median = f'{peer["seconds_per_round"]:.4g}', f'{peer["median_seconds_per_round"]:.4g}'
         share = f'{100 * speed / result["matmul_flops_per_second"]:.3g} %'
-        table.append([name, '', best, median, '', f'{speed / 1e9:.3g}', share] + [''] * (3 + len(peers)))
+        table.append([name, '', '', best, median, '', f'{speed / 1e9:.3g}', share] + [''] * (3 + len(peers)))
     on_device = f'{result["peak_device_bytes"] / 2**20:.0f} MiB on the device, ' if result['peak_device_bytes'] else ''
     versions = '; '.join(
         ', '.join(f'{package} {version}' for package, version in versions.items())

@@ -8,6 +8,7 @@ The workloads and what the columns mean are explained in benchmarks/README.md.
 import argparse
 import contextlib
 import datetime
+import itertools
 import math
 import platform
 import resource
@@ -25,7 +26,7 @@ import results
 import side_by_side
 
 import fedjax_nc
-from fedjax_nc import data, local, models, recipes, simulate
+from fedjax_nc import data, devices, local, models, recipes, simulate
 from fedjax_nc.base import Algorithm, FederatedData
 
 MODELS = {'mlp': models.MLP, 'cnn': models.CNN, 'cnn_mcmahan': models.McMahanCNN, 'resnet20': models.ResNet20}
@@ -89,10 +90,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--batch-size', type=count)
     parser.add_argument('--epochs', type=count, help='local epochs')
     parser.add_argument('--chunk', type=count, nargs='+', default=[None], help="default: the library's choice")
+    parser.add_argument('--devices', type=count, nargs='+', default=[None], help='share a round; CPUs are cut up')
     parser.add_argument('--conv', choices=list(CONVS), nargs='+', default=[None], help="default: the library's choice")
     parser.add_argument('--precision', choices=['float32', 'bfloat16'], default='float32')
     parser.add_argument('--rounds', type=count, default=5, help='timed rounds of each row')
     parser.add_argument('--max-examples', type=count, help='use a part of the training set')
+    parser.add_argument('--pool', type=count, help='random examples that all clients draw from; default: one use each')
     parser.add_argument('--data-dir', type=Path, help='where CIFAR-10 lies or is put; random images without it')
     peers = list(side_by_side.PACKAGES)
     parser.add_argument('--compare', choices=peers, nargs='+', default=[], help='take turns with these')
@@ -118,6 +121,14 @@ def settle(args: argparse.Namespace) -> Workload:
     return work
 
 
+def prepare(count: int) -> None:
+    """Cuts the CPU up into devices, if that is what this process runs on."""
+    if count > 1:
+        jax.config.update('jax_num_cpu_devices', count)
+    if len(jax.devices()) < count:
+        raise ValueError(f'--devices {count}: there are {len(jax.devices())}')
+
+
 def load(args: argparse.Namespace, work: Workload) -> tuple[FederatedData, str]:
     """The clients' data, and what they are."""
     source = 'random images'
@@ -128,10 +139,12 @@ def load(args: argparse.Namespace, work: Workload) -> tuple[FederatedData, str]:
         except data.DatasetUnavailableError as problem:
             print(f'Random images are used: {" ".join(str(problem).split())}', file=sys.stderr)
     if source == 'random images':
-        total = min(args.max_examples or 10**9, work.clients * work.samples if work.samples else 50_000)
+        total = args.pool or min(args.max_examples or 10**9, work.clients * work.samples if work.samples else 50_000)
         rng = np.random.default_rng(0)
         x = rng.integers(0, 256, (total, work.side, work.side, 3 if work.side == 32 else 1), np.uint8)
         y = rng.integers(0, 10, total).astype(np.int32)
+    if args.pool:
+        return drawn(x, y, work), f'{source}, {args.pool} shared by all clients'
     limit = min(len(y), args.max_examples or len(y), len(y) if work.samples is None else work.clients * work.samples)
     kept = np.random.default_rng(1).choice(len(y), limit, replace=False)
     x, y = x[kept], y[kept]
@@ -139,6 +152,17 @@ def load(args: argparse.Namespace, work: Workload) -> tuple[FederatedData, str]:
         raise ValueError(f'{work.clients} clients need {wanted} examples, there are {limit}')
     parts = data.iid(y, work.clients, seed=0) if work.samples else data.dirichlet(y, work.clients, 0.1, seed=0)
     return data.federate(x, y, parts, 10), source
+
+
+def drawn(x: np.ndarray, y: np.ndarray, work: Workload) -> FederatedData:
+    """Clients that draw their examples from one pool: a population of millions in the memory of its index."""
+    if work.samples is None:
+        raise ValueError('--pool needs clients of one size: give --samples')
+    index = np.random.default_rng(1).integers(0, len(y), (work.clients, work.samples), np.int32)
+    cells = np.arange(work.clients)[:, None] * 10 + y[index]
+    counts = np.bincount(cells.ravel(), minlength=work.clients * 10).reshape(-1, 10).astype(np.int32)
+    size = np.full(work.clients, work.samples, np.int32)
+    return jax.tree.map(jnp.asarray, FederatedData(x, y, index, size, counts))
 
 
 def algorithm(args: argparse.Namespace, work: Workload, conv: str | None) -> Algorithm:
@@ -185,16 +209,20 @@ class Row:
     """One way to compute the round: compiled, warmed up and timed."""
 
     def __init__(self, args: argparse.Namespace, work: Workload, clients: FederatedData, conv: str | None,
-                 chunk: int | None) -> None:  # fmt: skip
+                 chunk: int | None, count: int | None) -> None:  # fmt: skip
         task = algorithm(args, work, conv)
         self.data, self.state = clients, simulate.init(task, jax.random.key(0), clients)
         names = {fn: name for name, fn in CONVS.items()}
         self.conv = '-' if work.model == 'mlp' else conv or f'{names[models.default_conv()]} (default)'
+        self.devices = count or 1
+        mesh = None if count is None else devices.mesh(jax.devices()[:count])
+        if mesh is not None:
+            self.state, self.data = devices.place(mesh, self.state, clients)
         automatic = min(simulate.default_chunk(self.state.server), work.cohort)
         self.chunk = f'{automatic} (default)' if chunk is None else str(chunk)
         start = time.perf_counter()
-        step = simulate.compiled(simulate.make_round(task, cohort=work.cohort, chunk=chunk))
-        self.step = step.lower(jax.random.key(0), self.state, clients).compile()
+        step = simulate.compiled(simulate.make_round(task, cohort=work.cohort, chunk=chunk, mesh=mesh))
+        self.step = step.lower(jax.random.key(0), self.state, self.data).compile()
         self.compile_seconds = time.perf_counter() - start
         m = self.step.memory_analysis()  # None where the backend does not say; the donated state is an alias
         sizes = m and (m.argument_size_in_bytes, m.output_size_in_bytes, m.temp_size_in_bytes, -m.alias_size_in_bytes)
@@ -214,7 +242,7 @@ class Row:
     def results(self, flops: int, rate: float, peers: list[side_by_side.Peer]) -> dict[str, Any]:
         best, examples = min(self.seconds), statistics.mean(self.examples)
         return {
-            'conv': self.conv, 'chunk': self.chunk, 'seconds_per_round': best,
+            'conv': self.conv, 'chunk': self.chunk, 'devices': self.devices, 'seconds_per_round': best,
             'median_seconds_per_round': statistics.median(self.seconds),
             'samples_per_second': examples / best, 'model_flops_per_second': flops * examples / best,
             'share_of_matmul': flops * examples / best / rate, 'padded_work': statistics.mean(self.padded),
@@ -244,8 +272,9 @@ def start_peers(args: argparse.Namespace, work: Workload, row: Row, path: Path) 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = arguments(argv)
     work = settle(args)
+    prepare(max(count or 1 for count in args.devices))
     clients, source = load(args, work)
-    rows = [Row(args, work, clients, conv, chunk) for conv in args.conv for chunk in args.chunk]
+    rows = [Row(args, work, clients, *each) for each in itertools.product(args.conv, args.chunk, args.devices)]
     n, rates = 2048 if jax.default_backend() == 'cpu' else 8192, list[float]()
     square = jax.random.normal(jax.random.key(0), (n, n), jnp.float32).astype(args.precision)
     with contextlib.ExitStack() as stack:

@@ -1,0 +1,177 @@
+"""Populations whose client states do not fit on the devices: they are kept on the host or on disk.
+
+Only the states of a cohort travel to the devices and back, and only clients that have taken part take up room, so that
+memory grows with the clients seen and not with the population. Results are those of `simulate.make_round`.
+
+    state = population.init(algorithm, key, data, folder='states')     # without a folder: in the host's memory
+    round = population.make_round(algorithm, cohort=100)
+    state, report = round(key, state, data)
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fedjax_nc import devices, simulate
+from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
+from fedjax_nc.models.convolution import compiler_options
+
+
+class Store:
+    """The states of all clients, of which those never changed are not stored but made when asked for.
+
+    A store is changed in place, like a donated array: a state that holds it must not be used after its round.
+
+    Attributes:
+      num_clients: clients in all.
+      seen: clients whose state is stored.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, key: Array, server: Tree, num_clients: int, folder: str | Path | None = None
+    ) -> None:
+        """Makes a store of first states, those of `simulate.join(algorithm, key, server, num_clients)`.
+
+        Args:
+          algorithm: whose client states they are.
+          key: as `join` takes it.
+          server: the server's state on which first states are based; it is copied.
+          num_clients: K.
+          folder: where the states are kept, in files that this store makes and removes; in memory without it.
+        """
+        self.num_clients, self.seen = num_clients, 0
+        self._slots = np.full(num_clients, -1, np.int32)
+        server = jax.tree.map(jnp.array, server)
+        each = jax.vmap(algorithm.init_client, in_axes=(0, None))
+        self._first = jax.jit(lambda ids: each(jax.vmap(lambda i: jax.random.fold_in(key, i))(ids), server))
+        shapes, self._structure = jax.tree.flatten(jax.eval_shape(self._first, jax.ShapeDtypeStruct((1,), jnp.int32)))
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        self._folder = None if folder is None else tempfile.TemporaryDirectory(dir=folder, prefix='clients-')
+        self._leaves = [self._room(i, 0, u.shape[1:], u.dtype) for i, u in enumerate(shapes)]
+
+    def _room(self, leaf: int, rows: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        if self._folder is None or rows == 0:
+            return np.zeros((rows, *shape), dtype)
+        place = Path(self._folder.name, f'{leaf}-{rows}')
+        return np.lib.format.open_memmap(place, 'w+', dtype, (rows, *shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the stored states take, room for the next ones included."""
+        return sum(leaf.nbytes for leaf in self._leaves)
+
+    def take(self, ids: np.ndarray) -> Tree:
+        """The states of clients `ids [M]`, stacked; those out of range are first states of nobody."""
+        ids = np.asarray(ids)
+        slots = self._slots[np.minimum(ids, self.num_clients - 1)]
+        known = (slots >= 0) & (ids < self.num_clients)
+        if known.all():
+            return jax.tree.unflatten(self._structure, [leaf[slots] for leaf in self._leaves])
+        rows = [np.array(u) for u in jax.tree.leaves(self._first(jnp.asarray(ids, jnp.int32)))]
+        for row, leaf in zip(rows, self._leaves, strict=True):
+            row[known] = leaf[slots[known]]
+        return jax.tree.unflatten(self._structure, rows)
+
+    def put(self, ids: np.ndarray, states: Tree) -> None:
+        """Stores the states of clients `ids [M]`, all different; those out of range are dropped.
+
+        Raises:
+          ValueError: if the states have another structure or other shapes than the store's.
+        """
+        real = np.flatnonzero(np.asarray(ids) < self.num_clients)
+        ids, (leaves, structure) = np.asarray(ids)[real], jax.tree.flatten(states)
+        shapes = [u.shape[1:] for u in self._leaves]
+        if structure != self._structure or [u.shape[1:] for u in leaves] != shapes:
+            raise ValueError('these are not states of the algorithm that the store was made for')
+        new = ids[self._slots[ids] < 0]
+        self._grow(self.seen + len(new))
+        self._slots[new] = np.arange(self.seen, self.seen + len(new), dtype=np.int32)
+        self.seen += len(new)
+        for leaf, value in zip(self._leaves, leaves, strict=True):
+            leaf[self._slots[ids]] = np.asarray(value)[real]
+
+    def _grow(self, rows: int) -> None:
+        if not self._leaves or rows <= len(self._leaves[0]):
+            return
+        room = min(self.num_clients, max(rows, 2 * len(self._leaves[0])))
+        for i, old in enumerate(self._leaves):
+            self._leaves[i] = self._room(i, room, old.shape[1:], old.dtype)
+            self._leaves[i][: len(old)] = old
+            if isinstance(old, np.memmap):
+                Path(str(old.filename)).unlink()
+
+    def contents(self) -> dict[str, np.ndarray]:
+        """What has to be saved: the clients seen and their states, leaf by leaf. `restore` takes it back."""
+        clients = np.flatnonzero(self._slots >= 0)
+        leaves = {f'leaf {i}': leaf[self._slots[clients]] for i, leaf in enumerate(self._leaves)}
+        return {'clients': clients.astype(np.int32), **leaves}
+
+    def restore(self, contents: dict[str, np.ndarray]) -> None:
+        """Forgets all states and takes over those of `contents`.
+
+        Raises:
+          ValueError: if they are states of another algorithm or population; nothing has changed then.
+        """
+        clients, leaves = contents['clients'], [contents.get(f'leaf {i}') for i in range(len(self._leaves))]
+        fits = len(contents) == len(leaves) + 1 and all(
+            u is not None and u.shape == (len(clients), *leaf.shape[1:])
+            for u, leaf in zip(leaves, self._leaves, strict=True)
+        )
+        if not fits or (len(clients) and not 0 <= clients.min() <= clients.max() < self.num_clients):
+            raise ValueError('the saved client states belong to another algorithm or population')
+        self._slots[:], self.seen = -1, 0
+        self.put(clients, jax.tree.unflatten(self._structure, leaves))
+
+    def state(self, server: Tree) -> State:
+        """The state with all clients in one tree, as evaluation takes it; it has to fit."""
+        return State(server, jax.tree.map(jnp.asarray, self.take(np.arange(self.num_clients))))
+
+
+def init(algorithm: Algorithm, key: Array, data: FederatedData, folder: str | Path | None = None) -> State:
+    """As `simulate.init`, with a `Store` in the place of the client states."""
+    k_server, k_clients = jax.random.split(key)
+    server = algorithm.init(k_server, data)
+    return State(server, Store(algorithm, k_clients, server, data.num_clients, folder))
+
+
+def make_round(
+    algorithm: Algorithm, *, cohort: int | None = None, chunk: int | None = None, mesh: Mesh | None = None
+) -> Callable[..., tuple[State, simulate.Report]]:
+    """As `simulate.make_round`, for states with a `Store`. The result is not to be compiled: it does that itself.
+
+    Raises:
+      ValueError: as there.
+    """
+    work = jax.jit(
+        simulate.make_work(algorithm, chunk=chunk, mesh=mesh),
+        donate_argnums=(1, 2),
+        compiler_options=compiler_options(),
+    )
+    choose = jax.jit(
+        lambda key, population: simulate.choose(simulate.cohort_key(key), population, cohort), static_argnums=1
+    )
+    if cohort is not None and cohort < 1:
+        raise ValueError(f'cohort must be at least 1, not {cohort}')
+
+    def round(key: Array, state: State, data: FederatedData, ids: Array | None = None) -> tuple[State, simulate.Report]:
+        store: Store = state.clients
+        if store.num_clients != data.num_clients:
+            raise ValueError(
+                f'the state has {store.num_clients} clients and the data {data.num_clients}: make it with init'
+            )
+        chosen = np.asarray(choose(key, data.num_clients) if ids is None else ids)
+        held = store.take(chosen)
+        if mesh is not None:
+            held = jax.device_put(held, devices.shardings(mesh, held)[1])
+        server, held, report = work(key, state.server, held, data, chosen, np.arange(len(chosen), dtype=np.int32))
+        store.put(chosen, held)
+        return State(server, store), report
+
+    return round

@@ -1,0 +1,99 @@
+"""Client states on the host and on disk against those on the device."""
+
+import jax
+import numpy as np
+import pytest
+import toys
+
+from fedjax_nc import population, simulate
+from fedjax_nc.algorithms import fedavg, finetune
+
+kept = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True)
+ROUNDS = 4
+
+
+@pytest.fixture(scope='module')
+def on_device(data):
+    run = jax.jit(simulate.make_round(kept, cohort=3, chunk=2))
+    state = simulate.init(kept, toys.KEY, data)
+    for t in range(ROUNDS):
+        state, report = run(jax.random.fold_in(toys.KEY, t), state, data)
+    return state, report
+
+
+@pytest.fixture(scope='module')
+def round():
+    return population.make_round(kept, cohort=3, chunk=2)
+
+
+def play(round, state, data, rounds=range(ROUNDS)):
+    for t in rounds:
+        state, report = round(jax.random.fold_in(toys.KEY, t), state, data)
+    return state, report
+
+
+@pytest.mark.parametrize('disk', [False, True])
+def test_same_results_wherever_states_are_kept(data, on_device, round, disk, tmp_path):
+    state = population.init(kept, toys.KEY, data, tmp_path if disk else None)
+    state, report = play(round, state, data)
+    toys.same(on_device[0], state.clients.state(state.server), atol=1e-6)
+    np.testing.assert_array_equal(on_device[1].ids, report.ids)
+    assert 3 < state.clients.seen < 8  # some clients never took part: their states were made for the comparison
+    assert any(tmp_path.rglob('*-*')) == disk
+
+
+def test_files_go_with_the_store(data, tmp_path):
+    state = population.init(kept, toys.KEY, data, tmp_path)
+    state.clients.put(np.arange(3), state.clients.take(np.arange(3)))
+    assert list(tmp_path.iterdir())
+    del state
+    assert not list(tmp_path.iterdir())
+
+
+def test_personal_stage_starts_from_the_server_of_its_store(data, round):
+    """First states of a stage are the server's model as it was then, whatever becomes of the server."""
+    trained, _ = play(round, population.init(kept, toys.KEY, data), data, range(1))
+    stage = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    want = simulate.join(stage, toys.KEY, trained.server, 8)
+    store = population.Store(stage, toys.KEY, trained.server, 8)
+    state = population.make_round(stage, chunk=2)(toys.KEY, want._replace(clients=store), data, np.array([5, 8, 1]))[0]
+    want, _ = simulate.make_round(stage, chunk=2)(
+        toys.KEY, simulate.join(stage, toys.KEY, state.server, 8), data, np.array([5, 8, 1])
+    )
+    toys.same(want, store.state(state.server), atol=1e-6)
+    assert store.seen == 2
+
+
+def test_contents_restore_a_store(data, round, on_device):
+    half, _ = play(round, population.init(kept, toys.KEY, data), data, range(2))
+    contents = half.clients.contents()
+    fresh = population.init(kept, toys.KEY, data)
+    fresh.clients.put(np.arange(8), fresh.clients.take(np.arange(8)))  # forgotten by what follows
+    fresh.clients.restore(contents)
+    assert fresh.clients.seen == half.clients.seen == len(contents['clients'])
+    state, _ = play(round, half._replace(clients=fresh.clients), data, range(2, ROUNDS))
+    toys.same(on_device[0], state.clients.state(state.server), atol=1e-6)
+    for wrong in ({'clients': contents['clients']}, contents | {'clients': contents['clients'] + 8}):
+        with pytest.raises(ValueError, match='another algorithm or population'):
+            state.clients.restore(wrong)
+
+
+def test_room_grows_with_the_clients_seen_and_not_with_the_population():
+    data = toys.ragged([20] * 8)
+    server = kept.init(toys.KEY, data)
+    store = population.Store(kept, toys.KEY, server, 1_000_000)
+    one = sum(u.nbytes for u in jax.tree.leaves(store.take(np.array([0]))))
+    for first in range(100, 400, 50):
+        ids = np.arange(first, first + 50)
+        store.put(ids, store.take(ids))
+    assert store.seen == 300
+    assert 300 * one <= store.nbytes <= 600 * one
+    with pytest.raises(ValueError, match='not states of the algorithm'):
+        store.put(np.arange(2), ())
+
+
+def test_another_population_is_refused(data, round):
+    with pytest.raises(ValueError, match='state has 8 clients and the data 5'):
+        round(toys.KEY, population.init(kept, toys.KEY, data), toys.ragged([20] * 5))
+    with pytest.raises(ValueError, match='cohort must be at least 1'):
+        population.make_round(kept, cohort=0)
