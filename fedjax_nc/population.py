@@ -88,7 +88,7 @@ class Store:
         real = np.flatnonzero(np.asarray(ids) < self.num_clients)
         ids, (leaves, structure) = np.asarray(ids)[real], jax.tree.flatten(states)
         shapes = [u.shape[1:] for u in self._leaves]
-        if structure != self._structure or [u.shape[1:] for u in leaves] != shapes:
+        if (structure, [u.shape[1:] for u in leaves]) != (self._structure, shapes):
             raise ValueError('these are not states of the algorithm that the store was made for')
         new = ids[self._slots[ids] < 0]
         self._grow(self.seen + len(new))

@@ -107,6 +107,9 @@ class Conv(nn.Module):
         return y
 
 
+EPS = 1e-5
+
+
 class BatchNorm(nn.Module):
     """Batch normalisation over the real rows of [B, ..., C], as PyTorch computes it.
 
@@ -129,24 +132,47 @@ class BatchNorm(nn.Module):
         running_var = self.variable('batch_stats', 'var', jnp.ones, channels, jnp.float32)
         scale = self.param('scale', nn.initializers.ones, channels)
         bias = self.param('bias', nn.initializers.zeros, channels)
-        x = x.astype(jnp.float32)
         if self.use_running_average:
-            mean, var = running_mean.value, running_var.value
-        else:
-            mean, var, n = _moments(x, mask)
-            if not self.is_initializing():
-                rate = jnp.where(n > 0, 0.1, 0.0)
-                running_mean.value += rate * (mean - running_mean.value)
-                running_var.value += rate * (var * (n / jnp.maximum(n - 1, 1)) - running_var.value)
-        return ((x - mean) * (lax.rsqrt(var + 1e-5) * scale) + bias).astype(self.dtype)
+            inverse = lax.rsqrt(running_var.value + EPS)
+            return ((x.astype(jnp.float32) - running_mean.value) * (inverse * scale) + bias).astype(self.dtype)
+        keep = jnp.ones(x.shape[0], bool) if mask is None else mask
+        y, mean, var, n = _normalise(x, keep, scale, bias)
+        if not self.is_initializing():
+            rate = jnp.where(n > 0, 0.1, 0.0)
+            running_mean.value += rate * (mean - running_mean.value)
+            running_var.value += rate * (var * (n / jnp.maximum(n - 1, 1)) - running_var.value)
+        return y.astype(self.dtype)
 
 
-def _moments(x: Array, mask: Array | None) -> tuple[Array, Array, Array]:
-    """Mean, biased variance and number of values of each channel, over the rows that `mask` keeps."""
-    axes = tuple(range(x.ndim - 1))
-    keep = jnp.ones(x.shape[0], bool) if mask is None else mask
+@jax.custom_vjp
+def _normalise(x: Array, keep: Array, scale: Array, bias: Array) -> tuple[Array, ...]:
+    """Normalises by the moments of the rows that `keep` marks; also their mean, biased variance and number.
+
+    The gradient is written out, because it needs half the passes over the images that a derived one takes. Moments are
+    statistics: nothing is differentiated through them where they are returned.
+    """
+    return _normalise_forward(x, keep, scale, bias)[0]
+
+
+def _normalise_forward(x: Array, keep: Array, scale: Array, bias: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    values, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
     n = jnp.sum(keep, dtype=jnp.float32) * math.prod(x.shape[1:-1])
-    keep = keep.reshape(-1, *[1] * (x.ndim - 1))
-    mean = jnp.sum(jnp.where(keep, x, 0), axes) / jnp.maximum(n, 1)
-    var = jnp.sum(jnp.where(keep, (x - mean) ** 2, 0), axes) / jnp.maximum(n, 1)
-    return mean, var, n
+    kept = keep.reshape(-1, *[1] * (x.ndim - 1))
+    mean = jnp.sum(jnp.where(kept, values, 0), axes) / jnp.maximum(n, 1)
+    var = jnp.sum(jnp.where(kept, (values - mean) ** 2, 0), axes) / jnp.maximum(n, 1)
+    inverse = lax.rsqrt(var + EPS)
+    y = (values - mean) * (inverse * scale) + bias
+    return (y, mean, var, n), (x, kept, scale, mean, inverse, n)
+
+
+def _normalise_backward(residual: tuple[Array, ...], gradients: tuple[Array, ...]) -> tuple[Array, None, Array, Array]:
+    x, kept, scale, mean, inverse, n = residual
+    g, axes = gradients[0], tuple(range(x.ndim - 1))
+    unit = (x.astype(jnp.float32) - mean) * inverse
+    d_bias, d_scale = jnp.sum(g, axes), jnp.sum(g * unit, axes)
+    through = (d_bias + unit * d_scale) / jnp.maximum(n, 1)  # by way of the moments, which only kept rows enter
+    dx = (g - jnp.where(kept, through, 0)) * (inverse * scale)
+    return dx.astype(x.dtype), None, d_scale, d_bias
+
+
+_normalise.defvjp(_normalise_forward, _normalise_backward)
