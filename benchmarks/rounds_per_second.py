@@ -30,7 +30,12 @@ from fedjax_nc import data, devices, local, models, recipes, simulate
 from fedjax_nc.base import Algorithm, FederatedData
 
 MODELS = {'mlp': models.MLP, 'cnn': models.CNN, 'cnn_mcmahan': models.McMahanCNN, 'resnet20': models.ResNet20}
-CONVS = {'native': models.conv_native, 'patches': models.conv_patches, 'sequential': models.conv_sequential}
+CONVS = {
+    'native': models.conv_native,
+    'patches': models.conv_patches,
+    'sequential': models.conv_sequential,
+    'onednn': models.conv_onednn,
+}
 SGD = {'lr': 0.02, 'momentum': 0.9, 'weight_decay': 5e-4}
 
 

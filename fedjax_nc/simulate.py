@@ -237,6 +237,24 @@ def several(round: Round) -> Round:
     return rounds
 
 
+def tuned(build: Callable[[Any], Round]) -> Callable[..., tuple[State, Report]]:
+    """A round whose settings are arguments: `(key, state, data, settings, ids=None)`.
+
+    `build(settings)` makes the round from settings of any structure, whose numbers may be traced: learning rates, mu,
+    smoothing. Compiled once, `compiled(tuned(...))` serves all their values, and `vmap` over them is a sweep.
+
+        run = compiled(tuned(lambda lr: make_round(fedavg.algorithm(task, local.sgd(lr)), cohort=10)))
+        state, report = run(key, state, data, 0.05)
+    """
+
+    def round(
+        key: Array, state: State, data: FederatedData, settings: Any, ids: Array | None = None
+    ) -> tuple[State, Report]:
+        return build(settings)(key, state, data, ids)
+
+    return round
+
+
 def compiled(round: Round) -> Any:
     """`jit` of a round, or of `several`, with the state donated and the options that suit this device."""
     return jax.jit(round, donate_argnums=1, compiler_options=compiler_options())

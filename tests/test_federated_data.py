@@ -199,3 +199,14 @@ def test_spiral_arms():
         angle = np.arctan2(*x[y == c].T) % (2 * np.pi)
         turned = (angle - 2 * np.pi * c / 3) % (2 * np.pi)
         assert turned.max() <= 2 * np.pi / 3 + 0.5
+
+
+def test_a_wider_table_holds_the_same_clients():
+    x, y, parts = np.zeros((5, 2)), np.array([0, 1, 0, 1, 1]), [[0, 1, 2], [4]]
+    narrow, wide = (federate(x, y, parts, 2, width=width) for width in (None, 7))
+    assert narrow.index.shape == (2, 3)
+    assert wide.index.shape == (2, 7)
+    np.testing.assert_array_equal(wide.index[:, :3], narrow.index)
+    np.testing.assert_array_equal(wide.counts, narrow.counts)
+    with pytest.raises(ValueError, match='longest client has 3'):
+        federate(x, y, parts, 2, width=2)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from fedjax_nc.models import convolution, layers, onednn
-from fedjax_nc.models.convolution import LAYOUT, conv_native, conv_patches, conv_sequential
+from fedjax_nc.models.convolution import LAYOUT, conv_native, conv_onednn, conv_patches, conv_sequential
 
-FORMS = ['patches', 'sequential', 'sequential without oneDNN']
+ONEDNN = onednn.available(jnp.dtype(jnp.bfloat16))
+FORMS = [conv_patches, conv_sequential, conv_onednn]
 GEOMETRIES = [  # image, kernel, strides, padding
     ((7, 6), (1, 1), (1, 1), 'SAME'),
     ((7, 6), (1, 1), (2, 2), 'VALID'),
@@ -26,15 +27,10 @@ GEOMETRIES = [  # image, kernel, strides, padding
 ]
 
 
-@pytest.fixture
-def conv(request, monkeypatch):
-    """A form by its name. With oneDNN also takes gradients of few channels, which XLA is quicker with."""
-    jax.clear_caches()  # of traces made under the other setting
+@pytest.fixture(autouse=True)
+def onednn_takes_all_gradients(monkeypatch):
+    """Of few channels too, which are otherwise left to XLA."""
     monkeypatch.setattr(convolution, 'CHANNELS', 1)
-    if 'without' in request.param:
-        monkeypatch.setattr(onednn, 'available', lambda dtype: False)
-    yield conv_patches if request.param == 'patches' else conv_sequential
-    jax.clear_caches()
 
 
 def normal(seed, *shape):
@@ -65,7 +61,7 @@ def assert_close(got, want, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(jnp.max(jnp.abs(b))))
 
 
-@pytest.mark.parametrize('conv', FORMS, indirect=True)
+@pytest.mark.parametrize('conv', FORMS)
 @pytest.mark.parametrize(('image', 'kernel', 'strides', 'padding'), GEOMETRIES)
 def test_value_and_gradients_equal_native(conv, image, kernel, strides, padding):
     x, k = normal(0, 2, *image, 3), normal(1, *kernel, 3, 4)
@@ -73,7 +69,7 @@ def test_value_and_gradients_equal_native(conv, image, kernel, strides, padding)
     assert_close(jax.jit(value_and_gradients(conv, strides, padding))(x, k), want)
 
 
-@pytest.mark.parametrize('conv', FORMS, indirect=True)
+@pytest.mark.parametrize('conv', FORMS)
 @pytest.mark.parametrize(('strides', 'padding'), [((1, 1), 'SAME'), ((2, 2), [(1, 1), (1, 1)])])
 @pytest.mark.parametrize('axes', [(0, 0), (0, None), (None, 0)])
 def test_clients_may_be_vmapped(conv, strides, padding, axes):
@@ -83,7 +79,7 @@ def test_clients_may_be_vmapped(conv, strides, padding, axes):
     assert_close(jax.jit(jax.vmap(value_and_gradients(conv, strides, padding), axes))(x, k), want)
 
 
-@pytest.mark.parametrize('conv', FORMS, indirect=True)
+@pytest.mark.parametrize('conv', FORMS)
 @pytest.mark.parametrize('vmapped', [False, True])
 def test_training_in_loops_equals_native(conv, vmapped):
     x, k, steps = normal(0, 2, 2, 6, 6, 3), normal(1, 2, 3, 3, 3, 4), jnp.array([3, 2])
@@ -102,14 +98,14 @@ def test_training_in_loops_equals_native(conv, vmapped):
     assert float(jnp.max(jnp.abs(got - k))) > 1e-3
 
 
-@pytest.mark.parametrize('conv', FORMS, indirect=True)
+@pytest.mark.parametrize('conv', FORMS)
 def test_bfloat16_sums_in_float32(conv):
     # 5 * 5 * 40 ones: a bfloat16 accumulator would stop at 256.
     x, k = jnp.ones((1, 7, 7, 40), jnp.bfloat16), jnp.ones((5, 5, 40, 2), jnp.bfloat16)
     program = jax.jit(lambda x, k: ones_back(lambda x, k: run(conv, x, k, padding='VALID'), x, k))
     # The CPU sums in float32 unasked; accelerators have to be told, three times.
     text = str(jax.make_jaxpr(program)(x, k))
-    assert text.count('preferred_element_type=float32') >= 3 or text.count('onednn') >= 3
+    assert text.count('onednn$' if conv is conv_onednn and ONEDNN else 'preferred_element_type=float32') >= 3
     y, dx, dk = program(x, k)
     assert y.dtype == dx.dtype == dk.dtype == jnp.bfloat16
     assert float(y[0, 0, 0, 0]) == 1000
@@ -117,7 +113,7 @@ def test_bfloat16_sums_in_float32(conv):
     assert float(dk[0, 0, 0, 0]) == 9
 
 
-@pytest.mark.parametrize('conv', FORMS, indirect=True)
+@pytest.mark.parametrize('conv', FORMS)
 @pytest.mark.parametrize(
     'options',
     [
@@ -134,7 +130,7 @@ def test_what_is_not_supported_is_refused(conv, options):
         conv(normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 3), (1, 1), 'SAME', **({'dimension_numbers': LAYOUT} | options))
 
 
-@pytest.mark.parametrize('conv', FORMS, indirect=True)
+@pytest.mark.parametrize('conv', FORMS)
 def test_impossible_shapes_are_refused(conv):
     with pytest.raises(ValueError, match='channels'):
         run(conv, normal(0, 2, 6, 6, 3), normal(1, 3, 3, 2, 4))
@@ -146,12 +142,14 @@ def test_flax_accepts_the_forms():
     x = normal(0, 2, 6, 6, 3)
     variables = nn.Conv(4, (3, 3)).init(jax.random.key(0), x)
     want = nn.Conv(4, (3, 3)).apply(variables, x)
-    for conv in (conv_patches, conv_sequential, conv_native):
+    for conv in (*FORMS, conv_native):
         got = nn.Conv(4, (3, 3), conv_general_dilated=conv).apply(variables, x)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_defaults_follow_the_backend(monkeypatch):
+    assert convolution.default_conv() is (conv_onednn if onednn.available(jnp.dtype('float32')) else conv_sequential)
+    monkeypatch.setattr(onednn, 'available', lambda dtype: False)
     assert convolution.default_conv() is conv_sequential
     options = convolution.compiler_options()
     assert float(jax.jit(lambda x: x + 1, compiler_options=options)(1.0)) == 2

@@ -261,7 +261,7 @@ def test_gradients_do_not_depend_on_the_form(module):
         return jax.tree.leaves(jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(features(p, (), x, None, KEY)[0]))))(params))
 
     want = gradient(models.conv_native)
-    for conv in (models.conv_patches, models.conv_sequential):
+    for conv in (models.conv_patches, models.conv_sequential, models.conv_onednn):
         for a, b in zip(gradient(conv), want, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * float(jnp.max(jnp.abs(b))))
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import simulate
-from fedjax_nc.algorithms import fedavg
+from fedjax_nc import local, simulate
+from fedjax_nc.algorithms import fedavg, fedprox
+from fedjax_nc.data import federated
 
 algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 
@@ -77,6 +78,31 @@ def test_new_sizes_and_cohorts_do_not_recompile(data):
     for t, sizes in enumerate(([100, 7, 60, 33, 200, 1, 50, 149], [10] * 8, [1, 1, 1, 1, 1, 1, 1, 200])):
         state, _ = run(jax.random.fold_in(toys.KEY, t), state, data._replace(size=jnp.asarray(sizes, jnp.int32)))
     assert run._cache_size() == 1
+
+
+def test_other_rates_cohorts_rounds_and_partitions_do_not_recompile():
+    """One program for all values of a rate, all cohorts up to its size, and all partitions of one width."""
+    traces = []
+
+    def build(settings):
+        traces.append(settings)
+        client = local.sgd(settings['lr'], weight_decay=0, decay=settings['decay'])
+        return simulate.make_round(fedprox.algorithm(toys.task, client, mu=settings['mu'], plan=toys.PLAN), chunk=2)
+
+    run = simulate.compiled(simulate.tuned(build))
+    wide = toys.ragged([100, 7, 60, 33, 200, 1, 50, 149])
+    parts = [wide.index[k, :n] for k, n in enumerate([5, 90, 3, 3, 3, 3, 3, 150])]
+    other = federated.federate(wide.x, wide.y, parts, toys.CLASSES, width=wide.index.shape[1])
+    for t, (lr, ids, clients) in enumerate(
+        [(0.1, [0, 1, 2, 3], wide), (0.01, [7, 5, 8, 8], wide), (0.3, [2, 6, 0, 8], other)]  # 8 is nobody
+    ):
+        settings = {'lr': lr, 'decay': 0.9, 'mu': 0.01 * t}
+        key = jax.random.fold_in(toys.KEY, t)
+        before = simulate.init(algorithm, toys.KEY, clients)
+        want = jax.jit(build(settings))(key, before, clients, jnp.array([k for k in ids if k < 8]))[0]
+        toys.same(want, run(key, before, clients, settings, jnp.array(ids))[0], atol=2e-5)
+    assert run._cache_size() == 1
+    assert len(traces) == 4  # once compiled, and three times for comparison
 
 
 def test_key_decides_everything(data):

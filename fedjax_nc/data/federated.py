@@ -18,6 +18,7 @@ def federate(
     num_classes: int | None = None,
     *,
     allow_empty: bool = False,
+    width: int | None = None,
 ) -> FederatedData:
     """Puts a pool of examples and a partition of it on the device.
 
@@ -29,12 +30,15 @@ def federate(
         parts: one vector of rows of the pool per client, as the functions of `partition` make them.
         num_classes: C, by default one more than the largest label.
         allow_empty: whether a client may hold nothing.
+        width: N, columns of the table, by default as many as the longest client has rows. Compiled rounds serve any
+            partition of the same width and number of clients.
 
     Returns:
         The data of K clients; int32 except `x`.
 
     Raises:
-        ValueError: if lengths disagree, labels or rows are out of range or no integers, or a client is empty.
+        ValueError: if lengths disagree, labels or rows are out of range or no integers, a client is empty, or
+            one is longer than `width`.
     """
     x, labels = jnp.asarray(x), np.asarray(y)
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
@@ -47,7 +51,10 @@ def federate(
     if not len(parts):
         raise ValueError('`parts` is empty: give one vector of rows per client.')
     rows = [_rows(k, np.asarray(part), len(labels), allow_empty) for k, part in enumerate(parts)]
-    return _table(x, jnp.asarray(labels, jnp.int32), labels, rows, num_classes)
+    longest = max(len(part) for part in rows)
+    if width is not None and width < longest:
+        raise ValueError(f'`width` is {width} and the longest client has {longest} examples.')
+    return _table(x, jnp.asarray(labels, jnp.int32), labels, rows, num_classes, width)
 
 
 def split(data: FederatedData, fraction: float, *, seed: int) -> tuple[FederatedData, FederatedData]:
@@ -172,9 +179,11 @@ def _rows(client: int, part: NDArray, pool: int, allow_empty: bool) -> NDArray:
     return part
 
 
-def _table(x: Array, y: Array, labels: NDArray, rows: list[NDArray], num_classes: int) -> FederatedData:
+def _table(
+    x: Array, y: Array, labels: NDArray, rows: list[NDArray], num_classes: int, width: int | None = None
+) -> FederatedData:
     size = np.array([len(part) for part in rows], np.int32)
-    index = np.zeros((len(rows), max(size.max(), 1)), np.int32)
+    index = np.zeros((len(rows), width or max(size.max(), 1)), np.int32)
     counts = np.zeros((len(rows), num_classes), np.int32)
     for k, part in enumerate(rows):
         index[k, : len(part)] = part

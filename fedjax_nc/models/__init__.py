@@ -2,7 +2,14 @@
 
 from fedjax_nc.models.adapter import from_flax, scale_images
 from fedjax_nc.models.cnn import CNN, Conv2Cifar, McMahanCNN, MoonCNN
-from fedjax_nc.models.convolution import compiler_options, conv_native, conv_patches, conv_sequential, default_conv
+from fedjax_nc.models.convolution import (
+    compiler_options,
+    conv_native,
+    conv_onednn,
+    conv_patches,
+    conv_sequential,
+    default_conv,
+)
 from fedjax_nc.models.mlp import MLP
 from fedjax_nc.models.mobilenet import MobileNetV2
 from fedjax_nc.models.resnet import ResNet, ResNet18, ResNet20, ResNet34, ResNet50
@@ -23,6 +30,7 @@ __all__ = [
     'ResNet50',
     'compiler_options',
     'conv_native',
+    'conv_onednn',
     'conv_patches',
     'conv_sequential',
     'default_conv',

@@ -35,8 +35,14 @@ _YNN = {
 
 
 def default_conv() -> ConvFn:
-    """The convolution for this backend: `conv_sequential` on CPU (measured), else `conv_patches` (not yet measured)."""
-    return conv_sequential if jax.default_backend() == 'cpu' else conv_patches
+    """The convolution for this backend.
+
+    On CPU (measured) `conv_onednn` where oneDNN can be used, else `conv_sequential`; elsewhere (not yet measured)
+    `conv_patches`.
+    """
+    if jax.default_backend() != 'cpu':
+        return conv_patches
+    return conv_onednn if onednn.available(jnp.dtype(jnp.float32)) else conv_sequential
 
 
 @functools.cache
@@ -83,10 +89,25 @@ def conv_sequential(lhs: Array, rhs: Array, window_strides: Sequence[int], paddi
     Under `vmap` with per-client weights the clients run one after the other: no grouped convolution. Arguments and
     errors are those of `conv_patches`. Differentiable once, in reverse mode.
     """
+    return _by_hand(lhs, rhs, window_strides, padding, options, library=False)
+
+
+def conv_onednn(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, **options: Any) -> Array:
+    """`conv_sequential` computed by oneDNN, the fastest form on x86 CPUs; the same as it where oneDNN cannot be used.
+
+    Programs that contain it cannot be written to jax's persistent compilation cache (jaxlib 0.10.2 and 0.12.0 warn and
+    go on without): take `conv_sequential` where starting fast matters more than running fast.
+    """
+    return _by_hand(lhs, rhs, window_strides, padding, options, library=onednn.available(lhs.dtype))
+
+
+def _by_hand(
+    lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, options: dict, library: bool
+) -> Array:
     strides, pads = _geometry(lhs, rhs, window_strides, padding, options)
     if rhs.shape[:2] == (1, 1):
         return _matmul(_patches(lhs, (1, 1), strides, pads), rhs, options.get('precision'))
-    return _conv(lhs, rhs, strides, pads, options.get('precision'))
+    return _conv(lhs, rhs, strides, pads, options.get('precision'), library)
 
 
 def _geometry(lhs: Array, rhs: Array, strides: Sequence[int], padding: Padding, options: dict) -> tuple[Strides, Pads]:
@@ -138,9 +159,9 @@ def _matmul(patches: Array, kernel: Array, precision: Any) -> Array:
     return y.reshape(*patches.shape[:3], -1).astype(patches.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _conv(x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any) -> Array:
-    return _run(x, kernel, strides, pads, precision)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _conv(x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any, library: bool) -> Array:
+    return _run(x, kernel, strides, pads, precision, library)
 
 
 def _run(
@@ -149,13 +170,12 @@ def _run(
     strides: Strides,
     pads: Sequence,
     precision: Any,
+    library: bool,
     *,
     dilation: Strides = (1, 1),
     dtype: jnp.dtype | None = None,
-    library: bool = True,
 ) -> Array:
     dtype = dtype or x.dtype
-    library = library and onednn.available(x.dtype)
 
     @jax.custom_batching.custom_vmap
     def run(x: Array, kernel: Array) -> Array:
@@ -201,14 +221,14 @@ def _padded(x: Array, pads: Sequence[tuple[int, int]], strides: Strides) -> Arra
 
 
 def _conv_forward(
-    x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any
+    x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any, library: bool
 ) -> tuple[Array, tuple[Array, Array]]:
     x = _stored(x)
-    return _run(x, kernel, strides, pads, precision), (x, kernel)
+    return _run(x, kernel, strides, pads, precision, library), (x, kernel)
 
 
 def _conv_backward(
-    strides: Strides, pads: Pads, precision: Any, residual: tuple[Array, Array], g: Array
+    strides: Strides, pads: Pads, precision: Any, library: bool, residual: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
     x, kernel = residual
     # How far the windows of the last row and column lie from the lower end of the image; negative where the stride
@@ -219,7 +239,7 @@ def _conv_backward(
     wide = g
     if strides != (1, 1) or min(map(min, edges)) < 0:
         wide, edges = _padded(g, edges, strides), NO_PADS
-    dx = _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), edges, precision)
+    dx = _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), edges, precision, library)
     # Kernel gradient: the same window sum with channels in the place of the batch and g as the kernel. A few images at
     # a time, because in a transposed copy of many the neighbours lie too far apart for the cache.
     ends = [(pads[d][0], spare[d]) for d in (0, 1)]
@@ -235,9 +255,9 @@ def _conv_backward(
             (1, 1),
             ends,
             precision,
+            library and x.shape[3] >= CHANNELS,
             dilation=strides,
             dtype=jnp.dtype(jnp.float32),
-            library=x.shape[3] >= CHANNELS,
         )
     return dx, dk.transpose(1, 2, 0, 3).astype(kernel.dtype)
 

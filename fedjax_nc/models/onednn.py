@@ -30,7 +30,7 @@ def convolution(
 ) -> Array:
     """Images [B, H, W, I] and a kernel [h, w, I, O] to [B, h', w', O], of `dtype` (default: that of the images).
 
-    Sums are kept in float32. Neither `vmap` nor gradients are defined: `conv_sequential` adds them.
+    Sums are kept in float32. Neither `vmap` nor gradients are defined: `convolution.conv_onednn` adds them.
     """
     data = {'dims': 4, 'data': {'batch_dim': 0, 'feature_dim': 3, 'spatial_dims': [1, 2]}}
     description = {
