@@ -223,7 +223,7 @@ class Row:
         mesh = None if count is None else devices.mesh(jax.devices()[:count])
         if mesh is not None:
             self.state, self.data = devices.place(mesh, self.state, clients)
-        automatic = min(simulate.default_chunk(self.state.server), work.cohort)
+        automatic = simulate.default_chunk(self.state.server, -(-work.cohort // self.devices))
         self.chunk = f'{automatic} (default)' if chunk is None else str(chunk)
         start = time.perf_counter()
         step = simulate.compiled(simulate.make_round(task, cohort=work.cohort, chunk=chunk, mesh=mesh))

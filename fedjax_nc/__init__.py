@@ -9,7 +9,9 @@ from fedjax_nc import algorithms as algorithms
 from fedjax_nc import base as base
 from fedjax_nc import classwise as classwise
 from fedjax_nc import data as data
+from fedjax_nc import devices as devices
 from fedjax_nc import evaluate as evaluate
+from fedjax_nc import footprint as footprint
 from fedjax_nc import frames as frames
 from fedjax_nc import gaussians as gaussians
 from fedjax_nc import heads as heads
@@ -20,6 +22,7 @@ from fedjax_nc import metrics as metrics
 from fedjax_nc import models as models
 from fedjax_nc import objective as objective
 from fedjax_nc import plots as plots
+from fedjax_nc import population as population
 from fedjax_nc import recipes as recipes
 from fedjax_nc import simulate as simulate
 from fedjax_nc import training as training

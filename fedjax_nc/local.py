@@ -65,6 +65,7 @@ def sgd(
     return at
 
 
+@jax.named_scope('shuffle')
 def shuffled(key: Array, shard: Shard, batch_size: int) -> Array:
     """Rows of the pool in random order, the client's real ones first: [N rounded up to full batches] int32."""
     n = shard.index.shape[0]
@@ -82,7 +83,9 @@ def batch_at(step: Array, rows: Array, shard: Shard, batch_size: int, key: Array
     start = step * batch_size
     picked = jax.lax.dynamic_slice(rows, (start,), (batch_size,))
     mask = start + jnp.arange(batch_size) < shard.size
-    return Batch(shard.x[picked], shard.y[picked], mask, shard.counts, key)
+    with jax.named_scope('gather'):
+        x, y = shard.x[picked], shard.y[picked]
+    return Batch(x, y, mask, shard.counts, key)
 
 
 def local_sgd(
@@ -129,8 +132,10 @@ def local_sgd(
             params, stats, opt_state, total = carry
             batch = batch_at(s, rows, shard, b, jax.random.fold_in(k_batch, s))
             (value, stats), grads = gradient(params, stats, batch)
-            updates, opt_state = opt.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), stats, opt_state, total + value * jnp.sum(batch.mask)
+            with jax.named_scope('optimizer'):
+                updates, opt_state = opt.update(grads, opt_state, params)
+                params = optax.apply_updates(params, updates)
+            return params, stats, opt_state, total + value * jnp.sum(batch.mask)
 
         return jax.lax.fori_loop(0, steps, step, carry)
 

@@ -46,16 +46,16 @@ def join(algorithm: Algorithm, key: Array, server: Tree, num_clients: int) -> St
     return State(jax.tree.map(jnp.array, server), clients)
 
 
-def default_chunk(server: Tree) -> int:
-    """How many clients to run side by side on this kind of device.
+def default_chunk(server: Tree, clients: int) -> int:
+    """How many of `clients` to run side by side on this kind of device; at most all.
 
     On a CPU, one at a time keeps a model's working set in the cache, unless models are so small that the cost of a loop
-    step shows (measured in `benchmarks/README.md`). Accelerators want lanes; how many is not measured yet.
+    step shows (measured in `benchmarks/README.md`). Accelerators want lanes; how many is not measured yet. Somewhat
+    fewer are taken where that leaves none empty.
     """
     floats = sum(leaf.size for leaf in jax.tree.leaves(server))
-    if jax.default_backend() == 'cpu':
-        return 8 if floats < 10_000 else 1
-    return 32
+    most = 32 if jax.default_backend() != 'cpu' else 8 if floats < 10_000 else 1
+    return next((n for n in range(min(most, clients), most // 2, -1) if clients % n == 0), min(most, clients))
 
 
 def make_round(
@@ -155,7 +155,8 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
         key: Array, server: Tree, held: Tree, data: FederatedData, ids: Array, rows: Array
     ) -> tuple[Tree, Tree, Report]:
         _, k_client, k_server = jax.random.split(key, 3)
-        lanes = min(chunk or default_chunk(server), -(-len(ids) // count))
+        share = -(-len(ids) // count)
+        lanes = min(chunk, share) if chunk else default_chunk(server, share)
         order = jnp.argsort(-data.size.at[ids].get(mode='fill', fill_value=0))  # like sizes share a chunk
         fill = -len(ids) % (lanes * count)
         ids = jnp.pad(ids[order], (0, fill), constant_values=data.num_clients)  # nobody fills the last chunks

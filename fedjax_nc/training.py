@@ -1,13 +1,6 @@
-"""The Python around the round: progress bar, metrics files, checkpoints, resumption.
+"""The Python around the round: progress bar, evaluation, files and resumption."""
 
-Checkpoints and tables appear whole or not at all: they are written beside their place and renamed. The log of metrics
-grows by whole lines, and a resumed run makes it agree with the checkpoint it continues from.
-"""
-
-import csv
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,23 +8,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
+import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
-from fedjax_nc import simulate
+from fedjax_nc import devices, footprint, population, simulate
 from fedjax_nc.base import Algorithm, Array, FederatedData, State
+from fedjax_nc.checkpoints import CheckpointError as CheckpointError
+from fedjax_nc.checkpoints import Files, Row, first_process
 
-Row = dict[str, float]
 Evaluate = Callable[[State], dict[str, Array]]
 """From the state to named scalars; 'accuracy' is shown in the progress bar."""
 
 
 class DivergedError(RuntimeError):
     """A loss or a parameter became NaN or infinite."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or does not fit the run."""
 
 
 class Run(NamedTuple):
@@ -52,6 +43,7 @@ def run(
     rounds: int,
     cohort: int | None = None,
     chunk: int | None = None,
+    mesh: Mesh | None = None,
     rounds_per_call: int = 1,
     evaluate: Evaluate | None = None,
     eval_every: int = 1,
@@ -59,6 +51,7 @@ def run(
     out: str | Path | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
+    memory_limit: float | None = None,
     progress: bool = True,
     name: str = 'train',
 ) -> Run:
@@ -70,24 +63,29 @@ def run(
     Args:
       algorithm: what to train.
       key: key of the whole run.
-      state: from `simulate.init` or `simulate.join`.
+      state: from `simulate.init`, `simulate.join` or `population.init`, which keeps client states off the devices.
       data: the clients.
       rounds: total number of rounds.
       cohort: clients a round; all by default.
       chunk: clients side by side; see `simulate.make_round`.
-      rounds_per_call: rounds compiled into one call; saves dispatch when rounds are very short.
+      mesh: devices to share the rounds, from `devices.mesh`. With several processes each runs this with the same
+        arguments; `out` must be a directory that all of them see, and the first one writes the tables.
+      rounds_per_call: rounds compiled into one call; saves dispatch when rounds are very short. 1 with a
+        `population.Store`, where the time of the first round includes compiling it.
       evaluate: metrics of a state.
       eval_every: rounds between evaluations.
       eval_last: how many of the last rounds are evaluated whatever `eval_every` says: papers report their mean.
       out: directory for `metrics.jsonl`, `metrics.csv` and `checkpoints/`; nothing is written without it.
       checkpoint_every: rounds between checkpoints; by default as often as evaluation. The last state is always saved.
       resume: continue from the newest checkpoint in `out`, or begin if there is none.
+      memory_limit: bytes that a round may take, as for `footprint.check`; `math.inf` for no limit.
       progress: whether to show a progress bar.
       name: its label.
 
     Raises:
       ValueError: if `rounds` or another number is not a whole one of at least 1, if `resume` lacks `out`, if `out`
         already holds a run that is not to be resumed, or one of more rounds.
+      MemoryError: if a round would need more memory than there is; before anything is compiled.
       DivergedError: when training turns NaN; it names the round, and the last good checkpoint stays.
       CheckpointError: if the newest checkpoint is damaged, has other shapes or was made with another key.
     """
@@ -103,6 +101,11 @@ def run(
             raise ValueError(f'{what} must be a whole number of at least 1, not {number!r}')
     if resume and out is None:
         raise ValueError('resume needs the directory of the run: pass out=')
+    store = state.clients if isinstance(state.clients, population.Store) else None
+    if mesh is not None:
+        server, placed = state.server, () if store is not None else state.clients
+        (server, placed), data = devices.place(mesh, State(server, placed), data)
+        state = State(server, placed if store is None else store)
     files = Files(Path(out)) if out is not None else None
     history: list[Row] = []
     if files is not None:
@@ -112,10 +115,25 @@ def run(
                 raise ValueError(f'{out} already holds {len(history)} rounds, more than the {rounds} asked for')
         elif files.begun():
             raise ValueError(f'{out} already holds a run: resume it, or choose another directory')
-
-    step = simulate.compiled(simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=chunk)))
+    if store is not None and rounds_per_call > 1:
+        raise ValueError('client states kept off the devices come and go between rounds: leave rounds_per_call at 1')
+    if len(history) < rounds and memory_limit != math.inf:
+        held = state if store is None else state._replace(clients=store.take(np.arange(cohort or store.num_clients)))
+        footprint.check(algorithm, held, data, cohort=cohort, chunk=chunk, limit=memory_limit)
     executables: dict[int, Any] = {}
     compile_seconds = 0.0
+    if store is None:
+        step = simulate.compiled(
+            simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh))
+        )
+    else:
+        alone = population.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh)
+
+        def one(keys: Array, state: State, data: FederatedData) -> tuple[State, simulate.Report]:
+            state, report = alone(keys[0], state, data)
+            return state, jax.tree.map(lambda u: u[None], report)
+
+        executables[1] = one
 
     def evaluated(round: int) -> bool:
         return evaluate is not None and (round % eval_every == 0 or round > rounds - eval_last)
@@ -124,7 +142,9 @@ def run(
         return evaluated(round) or round % every == 0
 
     first = len(history)
-    with tqdm(total=rounds, initial=first, desc=name, unit='round', disable=not progress, leave=True) as bar:
+    with tqdm(
+        total=rounds, initial=first, desc=name, unit='round', disable=not (progress and first_process()), leave=True
+    ) as bar:
         for start, stop in calls(first, rounds, rounds_per_call, due):
             keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(start, stop))
             if stop - start not in executables:
@@ -177,7 +197,7 @@ def shown(history: list[Row]) -> dict[str, str]:
     return {**text, 'rounds/s': f'{speed(history):.2f}'}
 
 
-def diverged(round: int, files: 'Files | None') -> str:
+def diverged(round: int, files: Files | None) -> str:
     kept = files.newest() if files is not None else None
     text = f'training diverged in round {round}: the loss or a parameter is not finite'
     advice = 'begin a new run with a lower learning rate'
@@ -188,83 +208,3 @@ def last_mean(history: list[Row], metric: str = 'accuracy', last: int = 5) -> fl
     """Mean of a metric over the last rounds that have it, as published tables report; NaN if none has."""
     values = [row[metric] for row in history if metric in row][-last:]
     return sum(values) / len(values) if values else math.nan
-
-
-def written(key: Array) -> list[int]:
-    """A key as numbers."""
-    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    return [int(u) for u in jnp.ravel(data)]
-
-
-class Files:
-    """The directory of one run."""
-
-    def __init__(self, out: Path) -> None:
-        self.metrics = out / 'metrics.jsonl'
-        self.table = out / 'metrics.csv'
-        self.checkpoints = (out / 'checkpoints').absolute()
-        out.mkdir(parents=True, exist_ok=True)
-
-    def manager(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        return ocp.CheckpointManager(self.checkpoints, options=options)
-
-    def newest(self) -> int | None:
-        """The round of the newest complete checkpoint."""
-        if not self.checkpoints.is_dir():
-            return None
-        with self.manager() as manager:
-            return manager.latest_step()
-
-    def begun(self) -> bool:
-        return self.metrics.exists() or self.newest() is not None
-
-    def log(self, rows: list[Row]) -> None:
-        with self.metrics.open('a') as file:
-            file.write(''.join(json.dumps(row) + '\n' for row in rows))
-
-    def save(self, round: int, state: State, key: Array, history: list[Row]) -> None:
-        """Checkpoints the state with the history that led to it, then renews the table."""
-        leaves = dict(enumerate(jax.tree.leaves(state)))
-        with self.manager() as manager:
-            manager.save(round, args=ocp.args.Composite(
-                state=ocp.args.StandardSave({str(i): leaf for i, leaf in leaves.items()}),
-                run=ocp.args.JsonSave({'key': written(key), 'history': history})))  # fmt: skip
-        columns = list(dict.fromkeys(name for row in history for name in row))
-        with (temporary := self.table.with_suffix('.tmp')).open('w', newline='') as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(history)
-        os.replace(temporary, self.table)
-
-    def restore(self, like: State, key: Array) -> tuple[list[Row], State]:
-        """History and state of the newest checkpoint; an empty history and `like` if there is none."""
-        newest = self.newest()
-        if newest is None:
-            self.rewrite([])
-            return [], like
-        leaves, structure = jax.tree.flatten(like)
-        place = self.checkpoints / str(newest)
-        advice = f'remove {place} to continue from the checkpoint before it, or begin again elsewhere'
-        try:
-            with self.manager() as manager:
-                shapes = [jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for u in leaves]
-                wanted = {str(i): shape for i, shape in enumerate(shapes)}
-                args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), run=ocp.args.JsonRestore())
-                found = manager.restore(newest, args=args)
-            history, values = found['run']['history'], [found['state'][str(i)] for i in range(len(leaves))]
-            same = found['run']['key'] == written(key)
-        except Exception as error:
-            raise CheckpointError(
-                f'cannot read the checkpoint {place} as one of this run: {error}; {advice}'
-            ) from error
-        if not same or len(history) != newest or any(v.shape != u.shape for u, v in zip(leaves, values, strict=True)):
-            raise CheckpointError(f'the checkpoint {place} belongs to another run; {advice}')
-        self.rewrite(history)
-        return history, jax.tree.unflatten(structure, values)
-
-    def rewrite(self, history: list[Row]) -> None:
-        """Makes the log agree with the checkpoint that a run continues from."""
-        temporary = self.metrics.with_suffix('.tmp')
-        temporary.write_text(''.join(json.dumps(row) + '\n' for row in history))
-        os.replace(temporary, self.metrics)

@@ -5,14 +5,14 @@ import sys
 
 import jax
 
-if len(sys.argv) > 1:  # address, process
+if len(sys.argv) > 1:  # address, process, directory
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 
 import numpy as np
 import toys
 
-from fedjax_nc import aggregators, devices, simulate
+from fedjax_nc import aggregators, devices, simulate, training
 from fedjax_nc.algorithms import fedavg, fednh
 
 ALGORITHMS = {
@@ -72,4 +72,13 @@ for name, algorithm in ALGORITHMS.items():
                 'loss': float(report.loss) - float(first.loss),
                 'ids': whole(report.ids)[0][:5].tolist() == whole(first.ids)[0][:5].tolist(),
             }
-print(json.dumps({'devices': len(jax.devices()), 'found': found}))
+history = []
+if ONCE:  # both processes write one run, and resume it
+    for rounds in (1, 2):
+        state, data = simulate.init(ALGORITHMS['momentum kept'], toys.KEY, toys.ragged(SIZES)), toys.ragged(SIZES)
+        run = training.run(
+            ALGORITHMS['momentum kept'], toys.KEY, state, data, rounds=rounds, cohort=5, chunk=2, mesh=mesh,
+            out=sys.argv[3], resume=rounds > 1,
+        )  # fmt: skip
+        history = [row['loss'] for row in run.history]
+print(json.dumps({'history': history, 'devices': len(jax.devices()), 'found': found}))

@@ -48,14 +48,17 @@ def test_four_devices_equal_one():
     check(answer(launch(4)), 4, 10)
 
 
-def test_two_processes_equal_one():
+def test_two_processes_equal_one(tmp_path):
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         address = f'127.0.0.1:{s.getsockname()[1]}'
-    first, second = (launch(1, address, i) for i in range(2))
+    first, second = (launch(1, address, i, tmp_path) for i in range(2))
     found = [answer(first), answer(second)]
     check(found[0], 2, 2)
     assert found[0] == found[1]
+    log = (tmp_path / 'metrics.jsonl').read_text().splitlines()
+    assert [json.loads(line)['loss'] for line in log] == found[0]['history']
+    assert len(log) == 2
 
 
 @pytest.mark.parametrize('count', [1, 2, 4])

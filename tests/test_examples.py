@@ -119,6 +119,8 @@ def test_readme_programs_run(capsys):
     exec(blocks('python')[1], namespace)
     assert namespace['after'] > namespace['before'] + 0.05
     assert namespace['fair'].mean > 0.8
+    exec(blocks('python')[2], namespace)
+    assert 0 < float(namespace['report'].loss) < 3
 
 
 def test_readme_shows_the_whole_of_fedprox():

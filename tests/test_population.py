@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import population, simulate
+from fedjax_nc import devices, population, simulate, training
 from fedjax_nc.algorithms import fedavg, finetune
 
 kept = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True)
@@ -40,6 +40,16 @@ def test_same_results_wherever_states_are_kept(data, on_device, round, disk, tmp
     np.testing.assert_array_equal(on_device[1].ids, report.ids)
     assert 3 < state.clients.seen < 8  # some clients never took part: their states were made for the comparison
     assert any(tmp_path.rglob('*-*')) == disk
+
+
+def test_a_store_serves_a_mesh(data, on_device):
+    mesh = devices.mesh(jax.devices()[:1])
+    state = population.init(kept, toys.KEY, data)
+    placed, shared = devices.place(mesh, state._replace(clients=()), data)
+    state, _ = play(
+        population.make_round(kept, cohort=3, chunk=2, mesh=mesh), placed._replace(clients=state.clients), shared
+    )
+    toys.same(on_device[0], state.clients.state(state.server), atol=1e-6)
 
 
 def test_files_go_with_the_store(data, tmp_path):
@@ -90,6 +100,20 @@ def test_room_grows_with_the_clients_seen_and_not_with_the_population():
     assert 300 * one <= store.nbytes <= 600 * one
     with pytest.raises(ValueError, match='not states of the algorithm'):
         store.put(np.arange(2), ())
+
+
+def test_a_run_with_a_store_resumes(data, on_device, tmp_path):
+    options = {'cohort': 3, 'chunk': 2, 'progress': False}
+    begin = lambda: population.init(kept, toys.KEY, data)  # noqa: E731
+    training.run(kept, toys.KEY, begin(), data, rounds=2, out=tmp_path, **options)
+    resumed = training.run(kept, toys.KEY, begin(), data, rounds=ROUNDS, out=tmp_path, resume=True, **options)
+    toys.same(on_device[0], resumed.state.clients.state(resumed.state.server), atol=1e-6)
+    assert [row['round'] for row in resumed.history] == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match='rounds_per_call'):
+        training.run(kept, toys.KEY, begin(), data, rounds=1, rounds_per_call=2, **options)
+    other = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    with pytest.raises(training.CheckpointError):
+        training.run(other, toys.KEY, population.init(other, toys.KEY, data), data, rounds=5, out=tmp_path, resume=True)
 
 
 def test_another_population_is_refused(data, round):

@@ -1,5 +1,6 @@
 import csv
 import json
+import math
 import shutil
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import evaluate, simulate, training
+from fedjax_nc import evaluate, footprint, simulate, training
 from fedjax_nc.algorithms import fedavg, fedetf, fedetf_gmv, fednh, latest
 
 algorithm = fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, persist_momentum=True)
@@ -160,6 +161,21 @@ def test_checkpoint_of_another_key_is_refused(data, tmp_path):
 def test_fewer_rounds_than_were_run_are_refused(data, whole):
     with pytest.raises(ValueError, match='already holds 5 rounds, more than the 3'):
         run(data, 3, eval_every=2, out=whole[1], resume=True)
+
+
+def test_a_run_that_cannot_fit_is_refused_before_its_first_round(data, tmp_path):
+    state = begin(data)
+    with pytest.raises(MemoryError, match=r'needs about .* GiB and can have 9.31e-07 GiB'):
+        run(data, 1, state=state, out=tmp_path, memory_limit=1000)
+    assert not any(tmp_path.iterdir())
+    assert len(run(data, 1, state=state, out=tmp_path).history) == 1  # the state was not used up
+
+
+def test_what_is_free_is_the_limit_unless_there_shall_be_none(data, whole, monkeypatch):
+    monkeypatch.setattr(footprint, 'available', lambda: 0)
+    with pytest.raises(MemoryError, match='no chunk would fit'):
+        run(data, 1)
+    assert without_time(run(data, 1, memory_limit=math.inf).history)[0]['loss'] == whole[0].history[0]['loss']
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,8 @@ def _conv_backward(
     wide = g
     if strides != (1, 1) or min(map(min, edges)) < 0:
         wide, edges = _padded(g, edges, strides), NO_PADS
-    dx = _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), edges, precision, library)
+    with jax.named_scope('input_gradient'):
+        dx = _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), edges, precision, library)
     # Kernel gradient: the same window sum with channels in the place of the batch and g as the kernel. A few images at
     # a time, because in a transposed copy of many the neighbours lie too far apart for the cache.
     ends = [(pads[d][0], spare[d]) for d in (0, 1)]
@@ -249,16 +250,17 @@ def _conv_backward(
     some = max(IMAGES, -(-len(x) // 16))  # at most 16 pieces, each of which has to be compiled
     for at in range(0, len(x), some):
         images, windows = x[at : at + some].transpose(3, 1, 2, 0), g[at : at + some].transpose(1, 2, 0, 3)
-        dk += _run(
-            images,
-            windows,
-            (1, 1),
-            ends,
-            precision,
-            library and x.shape[3] >= CHANNELS,
-            dilation=strides,
-            dtype=jnp.dtype(jnp.float32),
-        )
+        with jax.named_scope('kernel_gradient'):
+            dk += _run(
+                images,
+                windows,
+                (1, 1),
+                ends,
+                precision,
+                library and x.shape[3] >= CHANNELS,
+                dilation=strides,
+                dtype=jnp.dtype(jnp.float32),
+            )
     return dx, dk.transpose(1, 2, 0, 3).astype(kernel.dtype)
 
 
