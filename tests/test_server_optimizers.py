@@ -1,0 +1,93 @@
+"""The FedOpt family against NumPy: Algorithm 2 of Reddi et al., ICLR 2021."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+from fedjax_nc import server_optimizers as servers
+from fedjax_nc import simulate
+from fedjax_nc.algorithms import fedavg, fedetf
+from fedjax_nc.base import Aggregate
+
+DELTAS = [{'w': np.array([[0.3, -0.02], [0.0, 4.0]]), 'b': np.array(scale)} for scale in (0.5, -1.0, 1e-4, 0.0)]
+FOLLOW = {
+    'fedadagrad': lambda v, d: v + d**2,
+    'fedyogi': lambda v, d: v - 0.01 * d**2 * np.sign(v - d**2),
+    'fedadam': lambda v, d: 0.99 * v + 0.01 * d**2,
+}
+
+
+def follow(opt):
+    """A model that starts at 1 and is given minus each change as a gradient."""
+    theta = {'w': jnp.ones((2, 2)), 'b': jnp.ones(())}
+    state = opt.init(theta)
+    for delta in DELTAS:
+        updates, state = opt.update(jax.tree.map(lambda d: jnp.float32(-d), delta), state, theta)
+        theta = optax.apply_updates(theta, updates)
+    return theta, state
+
+
+@pytest.mark.parametrize('name', FOLLOW)
+@pytest.mark.parametrize('options', [{}, {'lr': 0.3, 'b1': 0.5, 'tau': 0.1}])
+def test_adaptive(name, options):
+    got, _ = follow(getattr(servers, name)(**options))
+    lr, tau = options.get('lr', 1e-2), options.get('tau', 1e-3)
+    b1 = options.get('b1', 0.0 if name == 'fedadagrad' else 0.9)
+    for leaf in ('w', 'b'):
+        theta, m, v = 1.0, 0.0, tau**2
+        for delta in DELTAS:
+            m = b1 * m + (1 - b1) * delta[leaf]
+            v = FOLLOW[name](v, delta[leaf])
+            theta = theta + lr * m / (np.sqrt(v) + tau)
+        np.testing.assert_allclose(got[leaf], theta, rtol=1e-5)
+
+
+@pytest.mark.parametrize(('lr', 'beta'), [(0.1, 0.9), (1.0, 0.0)])
+def test_fedavgm(lr, beta):
+    got, _ = follow(servers.fedavgm() if beta else servers.fedavgm(lr, beta))
+    theta, m = 1.0, 0.0
+    for delta in DELTAS:
+        m = beta * m + delta['w']
+        theta = theta + lr * m
+    np.testing.assert_allclose(got['w'], theta, rtol=1e-6)
+
+
+def test_rates_may_be_schedules():
+    got, _ = follow(servers.fedyogi(lambda round: jnp.where(round < 2, 0.3, 0.0)))
+    want, _ = follow(servers.fedyogi(0.3))
+    assert np.abs(got['w'] - want['w']).max() > 0.1
+
+
+def test_in_fedavg_they_follow_the_mean_change(data):
+    algorithm = fedavg.algorithm(toys.task, toys.opt, server_opt=servers.fedyogi(0.1))
+    first = algorithm.init(toys.KEY, data)
+    delta = jax.tree.map(
+        lambda u: jnp.cos(jnp.arange(u.size, dtype=jnp.float32)).reshape(u.shape), first.variables.params
+    )
+    mean = Aggregate({'delta': delta, 'stats': ()}, jnp.float32(10), jnp.float32(2))
+    after = jax.jit(algorithm.server)(toys.KEY, first, mean)
+
+    def moved(theta, d):
+        v = 1e-6 - 0.01 * d**2 * np.sign(1e-6 - d**2)
+        return theta + 0.1 * 0.1 * d / (np.sqrt(v) + 1e-3)
+
+    toys.same(after.variables.params, jax.tree.map(moved, first.variables.params, delta), atol=1e-5)
+
+
+def test_a_frozen_frame_is_not_the_servers_business(data):
+    algorithm = fedetf.algorithm(toys.tiny, toys.opt, plan=toys.PLAN, server_opt=servers.fedadam(0.1))
+    state = simulate.init(algorithm, toys.KEY, data)
+    round = simulate.make_round(algorithm, cohort=4, chunk=4)
+    after, _ = jax.jit(round, compiler_options={'xla_backend_optimization_level': 0})(toys.KEY, state, data)
+    before, after = state.server, after.server
+    toys.same(before.variables.fixed, after.variables.fixed)
+    assert np.abs(before.variables.params['body']['w'] - after.variables.params['body']['w']).max() > 1e-3
+    assert jax.tree.structure(after.opt[0].v) == jax.tree.structure(after.variables.params)
+
+
+def test_no_tau_is_refused():
+    with pytest.raises(ValueError, match='tau must be positive'):
+        servers.fedadam(tau=0.0)
