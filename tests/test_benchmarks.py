@@ -219,3 +219,30 @@ def test_accuracy_table_is_made_of_finished_and_resumed_runs(tmp_path, monkeypat
     assert rows[3] in capsys.readouterr().out
     with pytest.raises(ValueError, match='other settings'):
         accuracy.main([*call, '0', *small, '--lr', '0.5'])
+
+
+def test_a_shared_pool_makes_many_clients(bench):
+    args = bench.arguments(['--workload', 'W4', '--pool', '50', '--clients', '3000', '--cohort', '5'])
+    clients, source = bench.load(args, bench.settle(args))
+    assert clients.index.shape == (3000, 20)
+    assert clients.x.shape == (50, 8, 8, 1)
+    assert '50 shared' in source
+    labels = np.asarray(clients.y)[np.asarray(clients.index[2999])]
+    np.testing.assert_array_equal(clients.counts[2999], np.bincount(labels, minlength=10))
+
+
+def test_scaling_counts_communication(bench, capsys):
+    scaling = importlib.import_module('scaling')
+    text = """
+      %a = (f32[3,4]{1,0}, s32[]) all-reduce(%x, %y), channel_id=1
+      %b = bf16[8]{0} all-gather-start(%z)
+      %c = f32[100]{0} add(%a, %b)
+    """
+    assert scaling.collectives(text) == {'all-reduce': (1, 52), 'all-gather': (1, 16)}
+    table = scaling.main(['--workload', 'W4', '--devices', '1'])
+    assert [(row['scaling'], row['clients'], row['operations']) for row in table] == [
+        ('strong', 100, 0),
+        ('weak', 100, 0),
+    ]
+    assert table[0]['rows'] == 2000
+    assert capsys.readouterr().out.count('\n| strong |') == 1
