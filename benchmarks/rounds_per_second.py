@@ -26,7 +26,7 @@ import side_by_side
 from workloads import CONVS, MODELS, SGD, WORKLOADS, Workload, algorithm, load, training_flops
 
 import fedjax_nc
-from fedjax_nc import devices, models, simulate
+from fedjax_nc import devices, models, population, simulate
 from fedjax_nc.base import FederatedData
 
 
@@ -70,6 +70,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--precision', choices=['float32', 'bfloat16'], default='float32')
     parser.add_argument('--rounds', type=count, default=5, help='timed rounds of each row')
     parser.add_argument('--max-examples', type=count, help='use a part of the training set')
+    parser.add_argument(
+        '--keep', choices=['device', 'host', 'disk'], help='FedAvg whose clients keep their momentum, and where'
+    )
     parser.add_argument('--pool', type=count, help='random examples that all clients draw from; default: one use each')
     parser.add_argument('--data-dir', type=Path, help='where CIFAR-10 lies or is put; random images without it')
     peers = list(side_by_side.PACKAGES)
@@ -117,15 +120,27 @@ class Row:
     def __init__(self, args: argparse.Namespace, work: Workload, clients: FederatedData, conv: str | None,
                  chunk: int | None, count: int | None = None) -> None:  # fmt: skip
         task = algorithm(args, work, conv)
-        self.data, self.state = clients, simulate.init(task, jax.random.key(0), clients)
+        away = args.keep in ('host', 'disk')
+        folder = tempfile.gettempdir() if args.keep == 'disk' else None
+        self.data = clients
+        if away:
+            self.state = population.init(task, jax.random.key(0), clients, folder)
+        else:
+            self.state = simulate.init(task, jax.random.key(0), clients)
         names = {fn: name for name, fn in CONVS.items()}
         self.conv = '-' if work.model == 'mlp' else conv or f'{names[models.default_conv()]} (default)'
         self.devices = count or 1
         mesh = None if count is None else devices.mesh(jax.devices()[:count])
         if mesh is not None:
-            self.state, self.data = devices.place(mesh, self.state, clients)
+            placed, self.data = devices.place(mesh, self.state._replace(clients=()) if away else self.state, clients)
+            self.state = placed._replace(clients=self.state.clients) if away else placed
         automatic = simulate.default_chunk(self.state.server, -(-work.cohort // self.devices))
         self.chunk = f'{automatic} (default)' if chunk is None else str(chunk)
+        self.compile_seconds, self.memory = 0.0, None
+        self.seconds, self.examples, self.padded = list[float](), list[int](), list[float]()
+        if away:  # compiles itself in the first round
+            self.step = population.make_round(task, cohort=work.cohort, chunk=chunk, mesh=mesh)
+            return
         start = time.perf_counter()
         step = simulate.compiled(simulate.make_round(task, cohort=work.cohort, chunk=chunk, mesh=mesh))
         self.step = step.lower(jax.random.key(0), self.state, self.data).compile()
@@ -133,12 +148,11 @@ class Row:
         m = self.step.memory_analysis()  # None where the backend does not say; the donated state is an alias
         sizes = m and (m.argument_size_in_bytes, m.output_size_in_bytes, m.temp_size_in_bytes, -m.alias_size_in_bytes)
         self.memory = sum(sizes) if sizes else None
-        self.seconds, self.examples, self.padded = list[float](), list[int](), list[float]()
 
     def round(self, key: jax.Array, timed: bool = True) -> simulate.Report:
         start = time.perf_counter()
         self.state, report = self.step(key, self.state, self.data)
-        jax.block_until_ready((self.state, report))
+        jax.block_until_ready((self.state.server, report))
         if timed:
             self.seconds.append(time.perf_counter() - start)
             self.examples.append(int(report.info.examples.sum()))

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import data, local, models, recipes
+from fedjax_nc import data, heads, local, losses, models, recipes
+from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Algorithm, FederatedData
+from fedjax_nc.objective import objective
 
 MODELS = {'mlp': models.MLP, 'cnn': models.CNN, 'cnn_mcmahan': models.McMahanCNN, 'resnet20': models.ResNet20}
 CONVS = {
@@ -84,6 +86,9 @@ def algorithm(args: argparse.Namespace, work: Workload, conv: str | None) -> Alg
     extra |= {'norm': args.norm} if work.model == 'resnet20' else {}
     model = models.from_flax(MODELS[work.model](dtype=jnp.dtype(args.precision), **extra))
     plan = local.Plan(work.batch_size, work.epochs)
+    if args.keep:
+        task = objective(model, heads.linear(), losses.cross_entropy)
+        return fedavg.algorithm(task, local.sgd(**SGD), plan=plan, persist_momentum=True)
     return recipes.RECIPES[work.algorithm](model, local.sgd(**SGD), plan).train
 
 

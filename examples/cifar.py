@@ -44,7 +44,7 @@ IMBALANCE = (
     'of the test set, as in FedLoGe'
 )
 PROBLEMS = (  # what a user can cause and mend
-    ValueError, ImportError, OSError,
+    ValueError, ImportError, OSError, MemoryError,
     data.DatasetUnavailableError, training.DivergedError, training.CheckpointError, jax.errors.JaxRuntimeError,
 )  # fmt: skip
 

@@ -23,7 +23,9 @@ from fedjax_nc import models as models
 from fedjax_nc import objective as objective
 from fedjax_nc import plots as plots
 from fedjax_nc import population as population
+from fedjax_nc import privacy as privacy
 from fedjax_nc import recipes as recipes
+from fedjax_nc import server_optimizers as server_optimizers
 from fedjax_nc import simulate as simulate
 from fedjax_nc import training as training
 from fedjax_nc import tree as tree

@@ -50,5 +50,45 @@ def dot_regression(logits: Array, labels: Array, counts: Array | None = None, *,
     With logits that are cosines to a fixed ETF this is the dot-regression loss of Yang et al. (NeurIPS 2022), whose
     only force pulls a feature towards its class vector.
     """
-    true = jnp.take_along_axis(logits.astype(jnp.float32), labels[:, None], axis=-1)[:, 0]
-    return 0.5 * jnp.square(true - target)
+    return 0.5 * jnp.square(true_logit(logits, labels) - target)
+
+
+def restricted_softmax(
+    logits: Array, labels: Array, counts: Array, *, alpha: Array | float = 0.5, soft: bool = False
+) -> Array:
+    """Cross-entropy of logits that are weakened for classes which the client lacks.
+
+    `-log softmax(a * logits)_y` with `a_c = alpha` where `n_c = 0` and 1 elsewhere: the restricted softmax of FedRS (Li
+    and Zhan, KDD 2021). Logits should have no bias, for `a_c` to scale `w_c^T z` alone. A negative logit is raised.
+
+    Args:
+      logits: [B, C].
+      labels: [B].
+      counts: [C], label histogram of the client's training data.
+      alpha: factor for absent classes; 1 is the cross-entropy.
+      soft: `a_c = alpha + (1 - alpha) n_c / max_j n_j` instead, as in the released code of FedRS.
+    """
+    n = counts.astype(jnp.float32)
+    share = n / jnp.maximum(jnp.max(n), 1.0) if soft else jnp.sign(n)
+    return cross_entropy(logits.astype(jnp.float32) * (alpha + (1.0 - alpha) * share), labels)
+
+
+def weighted_cross_entropy(logits: Array, labels: Array, counts: Array | None = None, *, weights: Array) -> Array:
+    """Cross-entropy times the weight of the true class, `weights [C]`; the mean of a batch divides by its size alone.
+
+    The Ratio Loss of Wang et al. (AAAI 2021), whose weights `ratioloss.algorithm` finds.
+    """
+    return weights[labels] * cross_entropy(logits, labels)
+
+
+def positive(logits: Array, labels: Array, counts: Array | None = None, *, target: Array | float = 0.9) -> Array:
+    """`max(0, target - logit_y)^2`: draws examples to their class without looking at any other.
+
+    The loss of FedAwS's clients (Yu et al., ICML 2020), for logits that are cosines.
+    """
+    return jnp.square(jnp.maximum(target - true_logit(logits, labels), 0.0))
+
+
+def true_logit(logits: Array, labels: Array) -> Array:
+    """The logit of each example's true class: [B, C] and [B] to [B] float32."""
+    return jnp.take_along_axis(logits.astype(jnp.float32), labels[:, None], axis=-1)[:, 0]

@@ -89,3 +89,89 @@ def test_class_mean_weighs_each_class_by_itself_and_ignores_nobody():
     np.testing.assert_allclose(got.weight, [4.0, 0.0, 4.0])
     summed = aggregators.total.partial(rows, jnp.array([4.0, 2.0, 0.0]), jnp.arange(3), 3)
     np.testing.assert_allclose(aggregators.total.finish(summed)[:, 0], [4.0, 16.0, 11.0])
+
+
+def trimmed(u, share):
+    cut = int(share * len(u) + 1e-9)
+    return np.sort(u, axis=0)[cut : len(u) - cut].mean(0)
+
+
+@pytest.mark.parametrize('share', [0.0, 0.1, 0.25, 0.3, 0.49])
+@pytest.mark.parametrize('live', [1, 2, 5, 10])
+def test_trimmed_mean_leaves_out_both_ends(share, live):
+    rng = np.random.default_rng(live)
+    rows = {'a': rng.normal(size=(12, 3)).astype(np.float32), 'b': rng.normal(size=12).astype(np.float32)}
+    weights = np.zeros(12, np.float32)
+    weights[rng.choice(12, live, replace=False)] = rng.integers(1, 9, live)
+    got = fold(aggregators.stacked(aggregators.trimmed_mean(share)), rows, weights, 4)
+    for name, u in rows.items():
+        np.testing.assert_allclose(got[name], trimmed(u[weights > 0], share), rtol=1e-5, atol=1e-6)
+
+
+def krum(rows, byzantine, select):
+    """Scores by a double loop over the live clients' whole messages."""
+    flat = np.concatenate([u.reshape(len(u), -1) for u in rows.values()], axis=1).astype(np.float64)
+    n = len(flat)
+    scores = []
+    for i in range(n):
+        others = sorted(((flat[i] - flat[j]) ** 2).sum() for j in range(n) if j != i)
+        scores.append(sum(others[: max(n - byzantine - 2, 1)]))
+    best = np.argsort(scores, kind='stable')[:select]
+    return {name: u[best].mean(0) for name, u in rows.items()}
+
+
+@pytest.mark.parametrize(('byzantine', 'select'), [(0, 1), (1, 1), (2, 3), (4, 20)])
+@pytest.mark.parametrize('live', [1, 2, 4, 9])
+def test_krum_takes_the_messages_with_the_closest_neighbours(byzantine, select, live):
+    rng = np.random.default_rng(live)
+    rows = {'a': rng.normal(size=(12, 3)).astype(np.float32), 'b': rng.normal(size=12).astype(np.float32)}
+    alive = np.sort(rng.choice(12, live, replace=False))
+    weights = np.zeros(12, np.float32)
+    weights[alive] = rng.integers(1, 9, live)
+    got = fold(aggregators.stacked(aggregators.krum(byzantine, select)), rows, weights, 3)
+    want = krum({name: u[alive] for name, u in rows.items()}, byzantine, select)
+    for name in rows:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(('byzantine', 'want'), [(3, 0.0), (2, 10.6)])
+def test_krum_counts_all_neighbours_but_the_byzantine_ones(byzantine, want):
+    """Of a tight group of three and a loose one of four, two neighbours favour the first and three the second."""
+    u = np.array([-0.01, 0.0, 0.01, 10.0, 10.3, 10.6, 10.95], np.float32)
+    got = fold(aggregators.stacked(aggregators.krum(byzantine)), {'a': u}, np.ones(7, np.float32), 7)
+    np.testing.assert_allclose(got['a'], want)
+
+
+ROBUST = {
+    'median': aggregators.coordinate_median,
+    'trimmed': aggregators.trimmed_mean(0.3),
+    'krum': aggregators.krum(2),
+    'multi-krum': aggregators.krum(2, 3),
+}
+
+
+@pytest.mark.parametrize('reduce', ROBUST.values(), ids=ROBUST)
+@pytest.mark.parametrize('attack', [1e6, -1e6, np.nan, np.inf])
+def test_two_liars_among_seven_move_nothing_far(reduce, attack):
+    u = np.random.default_rng(5).normal(size=(10, 4)).astype(np.float32)
+    u[[1, 8]] = attack
+    weights = np.array([1, 1, 1, 0, 1, 1, 0, 1, 1, 0], np.float32)
+    got = fold(aggregators.stacked(reduce), {'a': u}, weights, 5)['a']
+    honest = u[[0, 2, 4, 5, 7]]
+    assert (got >= honest.min(0)).all()
+    assert (got <= honest.max(0)).all()
+
+
+@pytest.mark.parametrize('reduce', ROBUST.values(), ids=ROBUST)
+def test_robust_aggregates_of_nobody_are_zero(reduce):
+    got = fold(aggregators.stacked(reduce), ROWS, np.zeros(6, np.float32), 3)
+    np.testing.assert_array_equal(got['a'], 0)
+
+
+def test_impossible_robustness_is_refused():
+    for share in (-0.1, 0.5):
+        with pytest.raises(ValueError, match='share'):
+            aggregators.trimmed_mean(share)
+    for numbers in ((-1, 1), (1, 0)):
+        with pytest.raises(ValueError, match='krum'):
+            aggregators.krum(*numbers)

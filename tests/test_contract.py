@@ -3,14 +3,56 @@
 import functools
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import frames, local, simulate
-from fedjax_nc.algorithms import ccvr, fedavg, fedetf, fedetf_gmv, fedloge, fednh, fedprox, feduh, finetune, latest
+from fedjax_nc import aggregators, frames, heads, local, losses, privacy, server_optimizers, simulate
+from fedjax_nc.algorithms import (
+    ccvr,
+    creff,
+    ditto,
+    fedavg,
+    fedaws,
+    fedbn,
+    feddyn,
+    fedetf,
+    fedetf_gmv,
+    fedloge,
+    fedmmd,
+    fednh,
+    fednova,
+    fedper,
+    fedproto,
+    fedprox,
+    fedrep,
+    fedrod,
+    fedrs,
+    feduh,
+    finetune,
+    latest,
+    moon,
+    ratioloss,
+    scaffold,
+    solo,
+)
+from fedjax_nc.data import federate
+from fedjax_nc.models import adapter, layers
+from fedjax_nc.objective import objective
+
+
+class Normed(nn.Module):
+    """One layer with BatchNorm."""
+
+    @nn.compact
+    def __call__(self, x, mask=None, train=False):
+        return nn.relu(layers.BatchNorm(not train)(nn.Dense(8)(x), mask))
+
+
+normed = objective(adapter.from_flax(Normed()), heads.linear(), losses.cross_entropy)
 
 ALGORITHMS = {
     'fedavg': fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN),
@@ -29,10 +71,53 @@ ALGORITHMS = {
     ),
     'fedloge realigned': fedloge.realign(toys.tiny, toys.opt, plan=toys.PLAN, finetune_epochs=1),
     'ccvr': ccvr.calibrate(toys.task, samples=20, plan=local.Plan(32, 2)),
+    'scaffold': scaffold.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN),
+    'scaffold, option I, by examples': scaffold.algorithm(
+        toys.noisy_task, toys.opt, plan=toys.PLAN, option='I', aggregate=aggregators.mean, clip=1.0
+    ),
+    'fednova, anchored': fednova.algorithm(toys.task, toys.opt, plan=toys.PLAN, mu=0.1),
+    'feddyn': feddyn.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, alpha=0.1, by_examples=True),
+    'fedyogi': fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, server_opt=server_optimizers.fedyogi(1e-2)),
+    'solo': solo.algorithm(toys.task, toys.opt, plan=toys.PLAN),
+    'fedper': latest.keep(fedper.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN)),
+    'fedrep': fedrep.algorithm(toys.noisy_task, toys.opt, head_epochs=1, plan=toys.PLAN),
+    'fedbn': fedbn.algorithm(normed, toys.opt, plan=toys.PLAN),
+    'ditto': ditto.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN),
+    'fedrod': fedrod.algorithm(toys.noisy, toys.opt, plan=toys.PLAN),
+    'fedrod, joint network': fedrod.algorithm(
+        toys.tiny, toys.opt, separate=False, personal=fedrod.hyper(), plan=toys.PLAN
+    ),
+    'fedproto': fedproto.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN),
+    'creff': creff.algorithm(
+        toys.noisy, toys.opt, samples=4, match_steps=3, retrain=local.Plan(16, 2), draw=8, plan=toys.PLAN
+    ),
+    'moon': moon.algorithm(
+        objective(moon.projected(toys.noisy, 8), heads.linear(), losses.cross_entropy),
+        toys.opt,
+        mu=1.0,
+        plan=toys.PLAN,
+        persist_momentum=True,
+    ),
+    'fedrs': fedrs.algorithm(toys.tiny, toys.opt, soft=True, plan=toys.PLAN),
+    'fedaws': fedaws.algorithm(toys.task, toys.opt, plan=toys.PLAN),
+    'fedmmd': fedmmd.algorithm(toys.noisy_task, toys.opt, lam=1.0, plan=toys.PLAN),
+    'ratio loss': ratioloss.algorithm(
+        toys.tiny,
+        toys.opt,
+        auxiliary=federate(np.eye(5, 12, dtype=np.float32), np.arange(5), [[c] for c in range(5)]),
+        plan=toys.PLAN,
+    ),
+    'fedavg, private': privacy.private(  # with noise, a round of nobody moves the model: here without
+        fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN), clip=1.0, noise_multiplier=0.0, cohort=5
+    ),
+    'fedavg, krum': fedavg.algorithm(
+        toys.task, toys.opt, plan=toys.PLAN, aggregate=aggregators.stacked(aggregators.krum(1, 2))
+    ),
     'finetune': finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN),
     'fedetf personal': fedetf.personalize(toys.tiny, toys.opt, plan=toys.PLAN, cycles=2),
 }
-MOVE_FIXED = ('fedetf + gmv', 'fedetf + gmv, online', 'fednh')  # their servers move a memory, or prototypes
+NO_GENERIC = ('solo', 'fedproto')  # their servers hold no model
+MOVE_FIXED = ('fedetf + gmv', 'fedetf + gmv, online', 'fednh', 'ratio loss')  # a memory, prototypes, weights
 
 
 @pytest.fixture(params=ALGORITHMS, scope='module')
@@ -137,8 +222,12 @@ def test_a_round_of_nobody_moves_no_parameter(data, play):
     chex.assert_tree_all_finite(after)
 
 
-def test_predicts_logits_of_every_class(algorithm, data, play):
-    assert algorithm.predict(play.state.server, None, data.x[:3]).shape == (3, toys.CLASSES)
+def test_predicts_logits_of_every_class(request, algorithm, data, play):
+    if request.node.callspec.params['algorithm'] in NO_GENERIC:
+        with pytest.raises(ValueError, match='no generic model'):
+            algorithm.predict(play.state.server, None, data.x[:3])
+    else:
+        assert algorithm.predict(play.state.server, None, data.x[:3]).shape == (3, toys.CLASSES)
     mine = jax.tree.map(lambda u: u[0], play.state.clients)
     assert algorithm.predict(play.state.server, mine, data.x[:3]).shape == (3, toys.CLASSES)
 

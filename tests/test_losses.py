@@ -76,3 +76,33 @@ def test_dot_regression_sees_the_true_class_only():
 def test_unknown_treatment_of_absent_classes_is_refused():
     with pytest.raises(ValueError, match='floor'):
         losses.balanced_softmax(LOGITS, LABELS, COUNTS, absent='zero')
+
+
+@pytest.mark.parametrize(
+    ('soft', 'factor'), [(False, [1, 1, 0.3, 1]), (True, [0.3 + 0.7 * 5 / 9, 0.3 + 0.7 * 2 / 9, 0.3, 1])]
+)
+def test_restricted_softmax_scales_the_logits_of_absent_classes(soft, factor):
+    want = -log_softmax(LOGITS.astype(np.float64) * factor)[np.arange(7), LABELS]
+    got = losses.restricted_softmax(LOGITS, LABELS, jnp.asarray(COUNTS), alpha=0.3, soft=soft)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    whole = losses.restricted_softmax(LOGITS, LABELS, COUNTS, alpha=1.0, soft=soft)
+    np.testing.assert_array_equal(whole, losses.cross_entropy(LOGITS, LABELS))
+
+
+@pytest.mark.parametrize('soft', [False, True])
+def test_restricted_softmax_of_a_client_without_data_is_finite(soft):
+    assert np.isfinite(losses.restricted_softmax(LOGITS, LABELS, np.zeros(4, int), soft=soft)).all()
+
+
+def test_weighted_cross_entropy_weighs_the_true_class():
+    weights = np.array([1.0, 2.0, 0.0, 5.0], np.float32)
+    want = -weights[LABELS] * log_softmax(LOGITS)[np.arange(7), LABELS]
+    np.testing.assert_allclose(losses.weighted_cross_entropy(LOGITS, LABELS, weights=weights), want, rtol=1e-5)
+
+
+def test_positive_draws_to_the_true_class_up_to_the_target():
+    true = LOGITS[np.arange(7), LABELS]
+    want = np.where(true < 0.9, (0.9 - true) ** 2, 0.0)
+    np.testing.assert_allclose(losses.positive(LOGITS, LABELS), want, rtol=1e-5)
+    assert (want == 0).any()
+    assert (want > 0).any()

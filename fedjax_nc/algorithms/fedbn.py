@@ -1,0 +1,89 @@
+"""FedBN: every client keeps its own batch normalisation.
+
+FedBN: Federated Learning on Non-IID Features via Local Batch Normalization.
+Li, Jiang, Zhang, Kamp, Dou. ICLR 2021. https://arxiv.org/abs/2102.07623
+
+FedAvg, except that scale, shift and running statistics of all BatchNorm layers, those of shortcuts included, are
+client state: training and personal prediction use the client's own, the others are averaged.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+
+from fedjax_nc import tree
+from fedjax_nc.algorithms import fedavg
+from fedjax_nc.base import Algorithm, Array, Info, Objective, Shard, Tree, Variables
+from fedjax_nc.local import ClientOptimizer
+
+
+class Norms(NamedTuple):
+    affine: dict[str, Array]  # scales and shifts by their path in `params`
+    stats: Tree
+
+
+class Client(NamedTuple):
+    own: Tree  # what the client keeps under the base algorithm
+    norms: Norms
+
+
+def algorithm(
+    objective: Objective,
+    client_opt: ClientOptimizer,
+    *,
+    base: Callable[..., Algorithm] = fedavg.algorithm,
+    **kwargs: Any,
+) -> Algorithm:
+    """Federated training of all but BatchNorm layers.
+
+    Clients predict with their own layers in the server's model, as the paper's do; with `latest.keep(algorithm)` the
+    rest is the client's latest local one too. The clients' layers are also sent and averaged, as in the released code
+    of FedLoGe, for the generic model alone: none takes them back.
+
+    Args:
+      objective: model, head and loss; the model's BatchNorm layers are called so, as flax does.
+      client_opt: from the round's number to a client's optimizer.
+      base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
+      **kwargs: as for `base`.
+
+    Raises:
+      ValueError: when clients are made, if the model has no BatchNorm layer.
+    """
+    inner = base(objective, client_opt, **kwargs)
+
+    def init_client(key: Array, server: fedavg.Server) -> Client:
+        return Client(inner.init_client(key, server), norms(server.variables))
+
+    def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
+        mine = holding(server, client.norms)
+        own, message, info = inner.client(key, mine, client.own, shard)
+        v = fedavg.trained(mine, message)
+        trained, received = (tree.split(u.params, tuple(message.delta))[0] for u in (v, server.variables))
+        return Client(own, norms(v)), message._replace(delta=tree.sub(trained, received)), info
+
+    def predict(server: fedavg.Server, client: Client | None, x: Array) -> Array:
+        if client is None:
+            return inner.predict(server, None, x)
+        return inner.predict(holding(server, client.norms), client.own, x)
+
+    return inner._replace(init_client=init_client, client=client, predict=predict)
+
+
+def norms(v: Variables) -> Norms:
+    """The BatchNorm layers of a model.
+
+    Raises:
+      ValueError: if it has none.
+    """
+    affine = {keystr(path): leaf for path, leaf in tree_leaves_with_path(v.params) if 'BatchNorm' in keystr(path)}
+    if not affine:
+        raise ValueError("FedBN needs a model with BatchNorm layers, such as ResNet20(norm='batch')")
+    return Norms(affine, v.stats)
+
+
+def holding(server: fedavg.Server, own: Norms) -> fedavg.Server:
+    """The server as a client with those layers sees it."""
+    v = server.variables
+    params = tree_map_with_path(lambda path, leaf: own.affine.get(keystr(path), leaf), v.params)
+    return server._replace(variables=v._replace(params=params, stats=own.stats))

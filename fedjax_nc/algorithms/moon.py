@@ -1,0 +1,141 @@
+"""MOON: model-contrastive federated learning.
+
+Model-Contrastive Federated Learning.
+Li, He, Song. CVPR 2021. https://arxiv.org/abs/2103.16257
+
+With `z`, `z_g` and `z_p` the features of the same images under the model in training, the received one and the model
+with which the client ended its previous round, clients minimise
+
+    loss + mu l,   l = -log( e^{cos(z, z_g)/T} / (e^{cos(z, z_g)/T} + e^{cos(z, z_p)/T}) ),
+
+averaged over the batch. The other two models are frozen and in evaluation mode. The server averages as in FedAvg.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from fedjax_nc import heads, tree
+from fedjax_nc.algorithms import fedavg
+from fedjax_nc.base import Algorithm, Array, Batch, FederatedData, Info, Model, Objective, Shard, Tree, Variables
+from fedjax_nc.frames import normalize
+from fedjax_nc.local import ClientOptimizer
+from fedjax_nc.objective import masked_mean
+
+Preprocess = Callable[[Array, Array | None], Array]
+"""(images, key) -> what the model sees; key None means evaluation: no augmentation."""
+
+
+class Client(NamedTuple):
+    own: Tree  # what the client keeps under FedAvg itself
+    previous: Variables  # the model at the end of its last local work, without `fixed`
+
+
+def algorithm(
+    objective: Objective,
+    client_opt: ClientOptimizer,
+    *,
+    mu: Array | float,
+    temperature: Array | float = 0.5,
+    preprocess: Preprocess | None = None,
+    **kwargs: Any,
+) -> Algorithm:
+    """FedAvg with the contrast of models as penalty.
+
+    The contrast is of the features that the head sees. The paper's are projections: build the objective on
+    `projected(model)`, or on `models.MoonCNN`, which ends in one. Rectified features, as of most bodies, have cosines
+    above zero, and their contrast is weak. A client that has not taken part has the server's first model as its
+    previous one. The cost is three forward passes and K models of memory.
+
+    Args:
+      objective: model, head and loss.
+      client_opt: published: `local.sgd(0.01, weight_decay=1e-5)`.
+      mu: weight of the contrast; published: 5 for CIFAR-10, 1 for CIFAR-100 and Tiny-ImageNet. 0 is FedAvg.
+      temperature: T.
+      preprocess: what else would be given to `models.from_flax`, to be given here where it augments: the three models
+        then see the same pixels. An augmentation inside the model is seen by the model in training alone.
+      **kwargs: as for `fedavg.algorithm`.
+
+    Raises:
+      ValueError: for a negative `mu` or a temperature that is not positive.
+    """
+    if isinstance(mu, int | float) and not mu >= 0:
+        raise ValueError(f'mu must not be negative: {mu}')
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(f'temperature must be positive, not {temperature}')
+    task = prepared(objective, preprocess)
+
+    def contrasting(previous: Variables) -> Algorithm:
+        def penalty(v: Variables, z: Array, batch: Batch, server: fedavg.Server, client: Tree) -> Array:
+            received = server.variables
+            last = previous._replace(fixed=received.fixed)
+            z_g, z_p = (reference(objective, w, seen(batch, preprocess)) for w in (received, last))
+            return mu * masked_mean(contrast(z, z_g, z_p, temperature), batch.mask)
+
+        return fedavg.algorithm(task, client_opt, penalty=penalty, **kwargs)
+
+    plain = fedavg.algorithm(task, client_opt, **kwargs)
+
+    def init_client(key: Array, server: fedavg.Server) -> Client:
+        return Client(plain.init_client(key, server), server.variables._replace(fixed=()))
+
+    def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
+        own, message, info = contrasting(client.previous).client(key, server, client.own, shard)
+        now = fedavg.trained(server, message)._replace(fixed=())
+        return Client(own, tree.where(shard.size > 0, now, client.previous)), message, info
+
+    return plain._replace(init_client=init_client, client=client)
+
+
+def contrast(z: Array, z_g: Array, z_p: Array, temperature: Array | float) -> Array:
+    """The contrast `l` of each example (Equation 3): three times `[B, D]` to `[B]`. It is log 2 where z_g = z_p."""
+    near, far = ((normalize(z) * normalize(u)).sum(axis=-1) for u in (z_g, z_p))
+    return jax.nn.softplus((far - near) / temperature)
+
+
+def seen(batch: Batch, preprocess: Preprocess | None) -> Batch:
+    """The batch as models see it, whoever asks: augmentation depends on the batch's key alone."""
+    if preprocess is None:
+        return batch
+    # Half of the key, as `models.from_flax` does it: the other half is for dropout.
+    return batch._replace(x=preprocess(batch.x, None if batch.key is None else jax.random.split(batch.key)[0]))
+
+
+def prepared(task: Objective, preprocess: Preprocess | None) -> Objective:
+    """The same task with preprocessing moved out of the model, so that other models can share its outcome."""
+
+    def init(key: Array, data: FederatedData) -> Variables:
+        return task.init(key, data._replace(x=seen(Batch(data.x[:1]), preprocess).x))
+
+    return task._replace(init=init, features=lambda v, batch: task.features(v, seen(batch, preprocess)))
+
+
+def reference(task: Objective, v: Variables, batch: Batch) -> Array:
+    """Features `[B, D]` of a batch under a model that stands still, in evaluation mode."""
+    return jax.lax.stop_gradient(task.features(v, batch._replace(key=None))[0])
+
+
+def projected(model: Model, dim: int = 256) -> Model:
+    """The model with MOON's projection behind its features: `W_2 relu(W_1 h + b_1) + b_2`, `[B, D]` to `[B, dim]`.
+
+    W_1 is square. Any head takes the projection for features.
+
+    Raises:
+      ValueError: if `dim` is below 1.
+    """
+    if dim < 1:
+        raise ValueError(f'a projection needs at least one dimension, not {dim}')
+
+    def init(key: Array, x: Array) -> tuple[Tree, Tree]:
+        k_model, k_first, k_second = jax.random.split(key, 3)
+        params, stats = model.init(k_model, x)
+        width = jax.eval_shape(lambda x: model.features(params, stats, x, None, None), x)[0].shape[-1]
+        first, second = heads.dense_init(k_first, width, width), heads.dense_init(k_second, width, dim)
+        return {'model': params, 'first': first, 'second': second}, stats
+
+    def features(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
+        h, stats = model.features(params['model'], stats, x, mask, key)
+        return heads.dense(params['second'], jax.nn.relu(heads.dense(params['first'], h))), stats
+
+    return Model(init, features)

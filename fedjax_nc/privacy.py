@@ -1,0 +1,136 @@
+"""User-level differential privacy, under any algorithm.
+
+Learning Differentially Private Recurrent Language Models.
+McMahan, Ramage, Talwar, Zhang. ICLR 2018. https://arxiv.org/abs/1710.06963
+
+Each client scales what it sends down to norm S; the server adds noise to the sum and divides by a fixed number,
+
+    ( sum_k m_k min(1, S / |m_k|) + N(0, (z S)^2) ) / M,
+
+so that the mean of M clients carries noise of standard deviation `z S / M`, and whoever sees all models learns little
+of whether a client, with all its examples, took part at all.
+"""
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_nc import aggregators, tree
+from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Shard, Tree
+
+
+def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohort: int) -> Algorithm:
+    """The same algorithm, to whose server the cohort's messages come clipped, averaged and noisy.
+
+    The whole message is clipped at once, whatever it holds, and clients count the same, whatever their size. The
+    algorithm then goes on as if each of M clients had sent the noisy mean, so that its own aggregator, be it a sum or a
+    median, sees nothing else; M stands for the numbers of examples and of clients too. What clients keep for themselves
+    is not noisy and not to be published, and neither are the reports of rounds, which are for the person who simulates.
+
+    Args:
+      algorithm: one whose server works with means or sums of messages.
+      clip: S, such as the median norm of messages.
+      noise_multiplier: z; 0 clips without privacy. See `epsilon` for what it buys.
+      cohort: M, the fixed denominator: clients a round, as given to `simulate.make_round`.
+
+    Raises:
+      ValueError: if S is not positive and finite, z negative, or M below 1; when a state is made, for a model with
+        running statistics: they are not changes, and clipping would destroy them.
+    """
+    if not 0 < clip < float('inf'):
+        raise ValueError(f'clip must be positive and finite, not {clip}')
+    if not noise_multiplier >= 0:
+        raise ValueError(f'noise_multiplier must not be negative: {noise_multiplier}')
+    if cohort < 1:
+        raise ValueError(f'cohort must be at least 1, not {cohort}')
+
+    def init_client(key: Array, server: Tree) -> Tree:
+        if jax.tree.leaves(server.variables.stats):
+            raise ValueError('running statistics cannot be sent in private: use a model with GroupNorm, not BatchNorm')
+        return algorithm.init_client(key, server)
+
+    def client(key: Array, server: Tree, client: Tree, shard: Shard) -> tuple[Tree, Tree, Info]:
+        client, message, info = algorithm.client(key, server, client, shard)
+        return client, clipped(message, clip), info
+
+    def server(key: Array, server: Tree, aggregate: Aggregate) -> Tree:
+        k_noise, key = jax.random.split(key)
+        mean = tree.scale(noisy(k_noise, aggregate.value, noise_multiplier * clip), 1.0 / cohort)
+        message = jax.tree.map(lambda u: u[None], mean)
+
+        def sent(slot: Array) -> Tree:
+            return algorithm.aggregate.partial(message, jnp.ones(1), slot[None], cohort)
+
+        slots = jnp.arange(cohort)
+        total = jax.lax.fori_loop(1, cohort, lambda i, total: tree.add(total, sent(slots[i])), sent(slots[0]))
+        value = algorithm.aggregate.finish(total)
+        return algorithm.server(key, server, Aggregate(value, jnp.float32(cohort), jnp.float32(cohort)))
+
+    return algorithm._replace(init_client=init_client, client=client, aggregate=aggregators.total, server=server)
+
+
+def clipped(message: Tree, norm: float) -> Tree:
+    """The message scaled down to at most this Euclidean norm over all its leaves; zero if it is not finite."""
+    message = jax.tree.map(lambda u: u.astype(jnp.float32), message)
+    length = jnp.sqrt(tree.dot(message, message))
+    scaled = tree.scale(message, norm / jnp.maximum(length, norm))
+    return tree.where(jnp.isfinite(length), scaled, tree.zeros(message))
+
+
+def noisy(key: Array, message: Tree, std: Array | float) -> Tree:
+    """The message plus independent normal noise of that standard deviation in every entry."""
+    leaves, structure = jax.tree.flatten(message)
+    keys = jax.random.split(key, len(leaves))
+    drawn = [u + std * jax.random.normal(k, u.shape, jnp.float32) for k, u in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def epsilon(
+    noise_multiplier: float, sampling_rate: float, rounds: int, delta: float, *, sampling: str = 'fixed'
+) -> float:
+    """The epsilon for which `rounds` of `private` are (epsilon, delta) differentially private, by Renyi accounting.
+
+    `simulate` draws cohorts of fixed size without replacement. The guarantee for it, 'fixed', is that one client's data
+    could have been another's (Wang, Balle, Kasiviswanathan, AISTATS 2019); the sum then moves by up to 2 S, so that
+    the noise counts as half of z. Most papers report 'poisson' instead: as if each client had joined by the toss of a
+    coin, with the guarantee that a client could have been missing. That number is smaller, and here an idealisation.
+    Cohorts chosen by `ids` are covered by neither.
+
+    Args:
+      noise_multiplier: z.
+      sampling_rate: share of the population in a cohort, M / K.
+      rounds: how many.
+      delta: the allowed failure probability, below 1 / K.
+      sampling: 'fixed' or 'poisson'.
+
+    Raises:
+      ImportError: without dp-accounting.
+      ValueError: for arguments out of range, or another `sampling`.
+    """
+    if not noise_multiplier >= 0 or not 0 < sampling_rate <= 1 or rounds < 0 or not 0 < delta < 1:
+        raise ValueError(
+            'epsilon needs noise_multiplier >= 0, 0 < sampling_rate <= 1, rounds >= 0 and 0 < delta < 1, not '
+            f'{noise_multiplier}, {sampling_rate}, {rounds}, {delta}'
+        )
+    if sampling not in ('fixed', 'poisson'):
+        raise ValueError(f"sampling must be 'fixed' or 'poisson', not {sampling!r}")
+    try:
+        import dp_accounting as dp
+    except ImportError as error:
+        raise ImportError('epsilon needs dp-accounting: pip install "fedjax_nc[privacy]"') from error
+    if rounds == 0:
+        return 0.0
+    if noise_multiplier == 0:
+        return float('inf')
+    if sampling == 'poisson':
+        relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+        event = dp.PoissonSampledDpEvent(sampling_rate, dp.GaussianDpEvent(noise_multiplier))
+    else:
+        relation = dp.NeighboringRelation.REPLACE_ONE
+        share = Fraction(sampling_rate).limit_denominator(10**9)
+        # The accountant takes the multiplier for that of the sensitivity, which is twice the norm of a message here.
+        half = dp.GaussianDpEvent(noise_multiplier / 2)
+        event = dp.SampledWithoutReplacementDpEvent(share.denominator, share.numerator, half)
+    accountant = dp.rdp.RdpAccountant(neighboring_relation=relation)
+    return float(accountant.compose(event, rounds).get_epsilon(delta))

@@ -1,0 +1,118 @@
+"""FedMMD against NumPy: the discrepancy as a double loop, and training for features `z = x * u`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import softmax_by_hand as by_hand
+import toys
+
+from fedjax_nc import local, simulate
+from fedjax_nc.algorithms import fedavg, fedetf, fedmmd, moon
+
+LAM = 2.0
+
+
+def width(a, b):
+    rows = [*a, *b]
+    total = sum(((u - v) ** 2).sum() for u in rows for v in rows)
+    return total / (len(rows) * (len(rows) - 1))
+
+
+def kernel(u, v, s):
+    return sum(np.exp(-((u - v) ** 2).sum() / (s * 2.0 ** (i - 2))) for i in range(5))
+
+
+def mmd(a, b):
+    s = width(a, b)
+    return sum(kernel(u, v, s) * sign / (len(p) * len(q)) for p, q, sign in ((a, a, 1), (b, b, 1), (a, b, -2))
+               for u in p for v in q)  # fmt: skip
+
+
+def test_discrepancy_is_the_double_loop_over_real_rows():
+    rng = np.random.default_rng(1)
+    a, b = rng.normal(size=(6, 3)), rng.normal(size=(6, 3)) * 1.5 + 0.5
+    mask = np.array([True, True, False, True, True, False])
+    want = mmd(a[mask], b[mask])
+    junk = [np.where(mask[:, None], u, 1e3) for u in (a, b)]
+    for one, two in ((a, b), junk):
+        got = fedmmd.mmd(jnp.asarray(one, jnp.float32), jnp.asarray(two, jnp.float32), jnp.asarray(mask))
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert want > 0.1
+
+
+def test_rows_that_coincide_have_no_discrepancy_and_a_finite_gradient():
+    rows, alone = jnp.ones((3, 2)), jnp.array([True, False, False])
+    slope = jax.jit(jax.value_and_grad(fedmmd.mmd))
+    for mask in (alone, ~alone, jnp.zeros(3, bool)):
+        value, g = slope(rows, rows, mask)
+        np.testing.assert_allclose(value, 0.0, atol=1e-6)
+        assert np.isfinite(g).all()
+    value, g = slope(rows, 2 * rows, alone)
+    np.testing.assert_array_equal(value, 0.0)
+    np.testing.assert_array_equal(g, 0.0)
+
+
+def slopes(z, ref):
+    """Gradient of the discrepancy by the rows of z; the bandwidth stands still."""
+    s, n = width(z, ref), len(z)
+    out = np.zeros_like(z)
+    for i in range(5):
+        t = s * 2.0 ** (i - 2)
+        for other, sign in ((z, 2.0), (ref, -2.0)):
+            gap = z[:, None] - other[None]
+            out += sign / n**2 * (np.exp(-(gap**2).sum(2) / t)[:, :, None] * gap).sum(1) * (-2.0 / t)
+    return out
+
+
+def local_work(start, rate, x, y):
+    def gradient(p):
+        pull = LAM * slopes(x * p['u'], x * start['u']) if len(y) > 1 else 0.0  # a lone row is free
+        return by_hand.gradients(p, x, y, on_features=pull)
+
+    return by_hand.descend(start, start, gradient, rate)
+
+
+def test_two_rounds_of_partial_cohorts(data):
+    algorithm = fedmmd.algorithm(by_hand.task, by_hand.opt, lam=LAM, plan=by_hand.PLAN)
+    states = by_hand.two_rounds(algorithm, data)
+    want = by_hand.numbers(states[0].server.variables)
+    for t, ids in enumerate(by_hand.COHORTS):
+        ends = [local_work(want, by_hand.LR * by_hand.FALL**t, *toys.examples(data, k)) for k in ids]
+        want = by_hand.average(ends, np.asarray(data.size, np.float64)[ids])
+        by_hand.close(by_hand.numbers(states[t + 1].server.variables), want, atol=2e-5)
+
+
+def jitter(x, key):
+    return x if key is None else x + jax.random.normal(key, x.shape)
+
+
+def test_without_weight_it_is_fedavg_and_the_models_see_the_same_pixels(data):
+    """In its first step a client is the received model, and features of the same pixels coincide."""
+    plan = local.Plan(1000, 1)
+
+    @jax.jit
+    def work(server, shard, lam):
+        algorithm = fedmmd.algorithm(by_hand.task, by_hand.opt, lam=lam, preprocess=jitter, plan=plan)
+        return algorithm.client(toys.KEY, server, (), shard)[1:]
+
+    plain = fedavg.algorithm(moon.prepared(by_hand.task, jitter), by_hand.opt, plan=plan)
+    server = simulate.init(plain, toys.KEY, data).server
+    off, on = (work(server, data.shard(4), lam) for lam in (0.0, 10.0))
+    toys.same(off, jax.jit(plain.client)(toys.KEY, server, (), data.shard(4))[1:])
+    np.testing.assert_allclose(on[1].loss, off[1].loss, atol=1e-5)
+
+
+def test_under_a_frozen_etf(data):
+    algorithm = fedetf.algorithm(toys.tiny, toys.opt, base=fedmmd.algorithm, lam=0.1, plan=toys.PLAN)
+    before = simulate.init(algorithm, toys.KEY, data)
+    after, report = jax.jit(simulate.make_round(algorithm, chunk=1))(toys.KEY, before, data, jnp.array([1, 3]))
+    assert bool(report.finite)
+    old, new = (state.server.variables for state in (before, after))
+    np.testing.assert_array_equal(old.fixed['v'], new.fixed['v'])
+    assert np.abs(new.params['body']['w'] - old.params['body']['w']).max() > 1e-3
+
+
+def test_a_negative_weight_is_refused():
+    with pytest.raises(ValueError, match='lam'):
+        fedmmd.algorithm(by_hand.task, by_hand.opt, lam=-0.1)

@@ -1,0 +1,149 @@
+"""MOON against NumPy, for features `z = x * u`, a linear head and one batch a client.
+
+s = sigmoid((cos(z, z_p) - cos(z, z_g)) / T) is the derivative of the contrast by its argument, and
+d cos(z, v) / dz = (v/|v| - cos(z, v) z/|z|) / |z|.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import softmax_by_hand as by_hand
+import toys
+
+from fedjax_nc import heads, local, losses, models, simulate
+from fedjax_nc.algorithms import fedavg, fedetf, moon
+from fedjax_nc.base import Batch
+from fedjax_nc.objective import objective
+
+MU, T = 3.0, 0.5
+
+
+def unit(a):
+    return a / np.linalg.norm(a, axis=1, keepdims=True)
+
+
+def slopes(z, received, previous):
+    """Gradient of the batch's mean contrast by the features."""
+    near, far = unit(received), unit(previous)
+    a, b = ((unit(z) * v).sum(1, keepdims=True) for v in (near, far))
+    s = 1 / (1 + np.exp((a - b) / T))
+    turn = ((far - b * unit(z)) - (near - a * unit(z))) / np.linalg.norm(z, axis=1, keepdims=True)
+    return s / T * turn / len(z)
+
+
+def local_work(start, previous, rate, x, y):
+    def gradient(p):
+        pull = MU * slopes(x * p['u'], x * start['u'], x * previous['u'])
+        return by_hand.gradients(p, x, y, on_features=pull)
+
+    return by_hand.descend(start, start, gradient, rate)
+
+
+def test_two_rounds_of_partial_cohorts(data):
+    algorithm = moon.algorithm(by_hand.task, by_hand.opt, mu=MU, temperature=T, plan=by_hand.PLAN)
+    states = by_hand.two_rounds(algorithm, data)
+    server = by_hand.numbers(states[0].server.variables)
+    previous = [server] * data.num_clients
+    for t, ids in enumerate(by_hand.COHORTS):
+        rate = by_hand.LR * by_hand.FALL**t
+        ends = {k: local_work(server, previous[k], rate, *toys.examples(data, k)) for k in ids}
+        server = by_hand.average([ends[k] for k in ids], np.asarray(data.size, np.float64)[ids])
+        previous = [ends.get(k, old) for k, old in enumerate(previous)]
+        by_hand.close(by_hand.numbers(states[t + 1].server.variables), server)
+        for k, want in enumerate(previous):
+            by_hand.close(by_hand.row(by_hand.numbers(states[t + 1].clients.previous), k), want)
+    assert states[-1].clients.previous.fixed == ()
+
+
+def jitter(x, key):
+    return x if key is None else x + jax.random.normal(key, x.shape)
+
+
+def test_without_contrast_it_is_fedavg(data):
+    quiet = moon.algorithm(toys.task, toys.opt, mu=0.0, plan=toys.PLAN, persist_momentum=True)
+    plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True)
+    server = simulate.init(plain, toys.KEY, data).server
+    mine = jax.jit(quiet.client)(toys.KEY, server, quiet.init_client(toys.KEY, server), data.shard(4))
+    momentum, message, info = jax.jit(plain.client)(
+        toys.KEY, server, plain.init_client(toys.KEY, server), data.shard(4)
+    )
+    toys.same(mine[1:], (message, info))
+    toys.same(mine[0].own, momentum)
+
+
+def test_preprocessing_is_that_of_the_model(data):
+    """Given to MOON or to the model, pixels and first weights are the same, in training and without a key."""
+    inside = objective(models.from_flax(models.MLP((6,)), jitter), heads.linear(), losses.cross_entropy)
+    outside = objective(models.from_flax(models.MLP((6,))), heads.linear(), losses.cross_entropy)
+    shared = moon.prepared(outside, jitter)
+    v = inside.init(toys.KEY, data)
+    toys.same(shared.init(toys.KEY, data), v)
+    for key in (toys.KEY, None):
+        batch = Batch(data.x[:8], key=key)
+        toys.same(shared.features(v, batch), inside.features(v, batch))
+
+
+def test_the_models_see_the_same_pixels(data):
+    """In its first step a client is the received model: cosine 1 to it, and 1 or -1 to a previous one that points so.
+
+    The contrast is then log 2, or log(1 + e^{-2/T}).
+    """
+    algorithm = moon.algorithm(
+        by_hand.task, by_hand.opt, mu=1.0, temperature=T, preprocess=jitter, plan=local.Plan(1000, 1)
+    )
+    server = simulate.init(algorithm, toys.KEY, data).server
+    work = jax.jit(algorithm.client)
+
+    def loss(sign):
+        previous = jax.tree.map(lambda leaf: sign * leaf, server.variables._replace(fixed=()))
+        return float(work(toys.KEY, server, moon.Client((), previous), data.shard(4))[2].loss)
+
+    np.testing.assert_allclose(loss(-1.0) - loss(1.0), np.log1p(np.exp(-2 / T)) - np.log(2), atol=1e-5)
+
+
+def test_contrast_of_zero_features_has_a_finite_gradient():
+    z, other = jnp.zeros((2, 3)), jnp.ones((2, 3))
+    value, g = jax.value_and_grad(lambda z: moon.contrast(z, other, -other, 0.5).sum())(z)
+    np.testing.assert_allclose(value, 2 * np.log(2), rtol=1e-6)
+    assert np.isfinite(g).all()
+
+
+def test_projected_puts_two_layers_behind_the_features(data):
+    model = moon.projected(toys.tiny, 7)
+    params, stats = model.init(toys.KEY, data.x[:1])
+    z, after = model.features(params, stats, data.x[:9], None, None)
+    h = np.asarray(toys.tiny.features(params['model'], (), data.x[:9], None, None)[0], np.float64)
+    one, two = ({k: np.asarray(u, np.float64) for k, u in params[name].items()} for name in ('first', 'second'))
+    assert one['w'].shape == (16, 16)
+    np.testing.assert_allclose(z, np.maximum(h @ one['w'] + one['b'], 0) @ two['w'] + two['b'], atol=1e-5)
+    assert after == stats == ()
+    with pytest.raises(ValueError, match='at least one'):
+        moon.projected(toys.tiny, 0)
+
+
+def test_contrast_of_projections_under_a_frozen_etf(data):
+    algorithm = fedetf.algorithm(
+        moon.projected(toys.tiny, 8), toys.opt, base=moon.algorithm, mu=1.0, plan=toys.PLAN, persist_momentum=True
+    )
+    before = simulate.init(algorithm, toys.KEY, data)
+    after, report = jax.jit(simulate.make_round(algorithm, chunk=1))(toys.KEY, before, data, jnp.array([1, 3]))
+    assert bool(report.finite)
+    old, new = (state.server.variables for state in (before, after))
+    np.testing.assert_array_equal(old.fixed['v'], new.fixed['v'])
+    assert np.abs(new.params['body']['second']['w'] - old.params['body']['second']['w']).max() > 1e-3
+
+
+def test_reference_runs_in_evaluation_mode():
+    v = toys.noisy_task.init(toys.KEY, toys.ragged([20]))
+    batch = Batch(jnp.ones((2, toys.DIM)), jnp.zeros(2, int), jnp.ones(2, bool), None, toys.KEY)
+    quiet = toys.noisy_task.features(v, batch._replace(key=None))[0]
+    np.testing.assert_array_equal(moon.reference(toys.noisy_task, v, batch), quiet)
+    assert np.abs(toys.noisy_task.features(v, batch)[0] - quiet).max() > 1e-3
+
+
+def test_bad_numbers_are_refused():
+    with pytest.raises(ValueError, match='mu'):
+        moon.algorithm(by_hand.task, by_hand.opt, mu=-1.0)
+    with pytest.raises(ValueError, match='temperature'):
+        moon.algorithm(by_hand.task, by_hand.opt, mu=1.0, temperature=0.0)
