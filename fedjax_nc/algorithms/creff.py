@@ -75,7 +75,7 @@ def algorithm(
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
 
     Raises:
-      ValueError: if there are no features, draws or repeats.
+      ValueError: if there are no features, draws or repeats; on `init`, if the base remembers more than FedAvg.
     """
     for name, value in (('samples', samples), ('draw', draw), ('repeats', repeats)):
         if value < 1:
@@ -84,7 +84,7 @@ def algorithm(
     inner = base(task, client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})
 
     def init(key: Array, data: FederatedData) -> fedavg.Server:
-        server = inner.init(key, data)
+        server = fedavg.plain(inner.init(key, data))
         k_head, k_features = jax.random.split(jax.random.fold_in(key, 2))  # 0 and 1 are what training has used
         dim, classes = server.variables.params['head']['w'].shape
         head = heads.dense_init(k_head, dim, classes, bias)

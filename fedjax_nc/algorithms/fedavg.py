@@ -11,6 +11,7 @@ it is FedOpt (Reddi et al., ICLR 2021. https://arxiv.org/abs/2003.00295).
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -58,6 +59,34 @@ def trained(server: Server, message: Any) -> Variables:
     v = server.variables
     moved = tree.add({name: v.params[name] for name in message.delta}, message.delta)
     return v._replace(params={**v.params, **moved}, stats=message.stats)
+
+
+def plain(server: Server) -> Server:
+    """The first state of a base, for methods that need all of it to be FedAvg's.
+
+    Raises:
+      ValueError: if the base remembers more.
+    """
+    if jax.tree.leaves(server.extra):
+        kind = type(server.extra).__name__
+        raise ValueError(
+            f'this method has no room for what its base remembers, {kind}: use one such as fedavg or fedprox'
+        )
+    return server
+
+
+def sent(message: Any) -> Message:
+    """The message of a base, for methods that change what of it travels.
+
+    Raises:
+      ValueError: if it holds more than FedAvg's, which would no longer fit.
+    """
+    if not isinstance(message, Message):
+        raise ValueError(
+            f'this method changes what clients send, and its base sends {sorted(message._fields)}: '
+            'use one whose messages are those of FedAvg, such as fedprox'
+        )
+    return message
 
 
 def algorithm(

@@ -48,7 +48,8 @@ def algorithm(
       **kwargs: as for `base`.
 
     Raises:
-      ValueError: when clients are made, if the model has no BatchNorm layer.
+      ValueError: when clients are made, if the model has no BatchNorm layer; in the first round, if the base sends more
+        than FedAvg.
     """
     inner = base(objective, client_opt, **kwargs)
 
@@ -58,6 +59,7 @@ def algorithm(
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         mine = holding(server, client.norms)
         own, message, info = inner.client(key, mine, client.own, shard)
+        message = fedavg.sent(message)
         v = fedavg.trained(mine, message)
         trained, received = (tree.split(u.params, tuple(message.delta))[0] for u in (v, server.variables))
         return Client(own, norms(v)), message._replace(delta=tree.sub(trained, received)), info

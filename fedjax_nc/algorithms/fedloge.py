@@ -65,6 +65,10 @@ def algorithm(
       plan: batch size and local epochs.
       base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
       **kwargs: as for `base`.
+
+    Raises:
+      ValueError: for `parts`; when clients are made, if the base remembers more than FedAvg; in the first round, if it
+        sends more.
     """
     if 'parts' in kwargs:
         raise ValueError('FedLoGe trains the body and both heads: it takes no `parts`')
@@ -93,11 +97,12 @@ def algorithm(
     def init_client(key: Array, server: fedavg.Server) -> Client:
         width, classes = server.variables.params['aux']['w'].shape
         head = heads.dense_init(key, width, classes, aux_bias)
-        return Client(inner.init_client(key, holding(server, head)), head, jnp.array(False))
+        return Client(inner.init_client(key, holding(fedavg.plain(server), head)), head, jnp.array(False))
 
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         mine = holding(server, client.head)
         own, message, info = inner.client(key, mine, client.own, shard)
+        message = fedavg.sent(message)
         head = fedavg.trained(mine, message).params['private']
         _, sent = tree.split(message.delta, ('private',))
         return Client(own, head, client.seen | (shard.size > 0)), message._replace(delta=sent), info

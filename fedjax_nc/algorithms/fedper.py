@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fedjax_nc import tree
 from fedjax_nc.algorithms import fedavg
-from fedjax_nc.base import Algorithm, Array, Info, Objective, Shard, Tree
+from fedjax_nc.base import Algorithm, Array, FederatedData, Info, Objective, Shard, Tree
 from fedjax_nc.local import ClientOptimizer, Plan
 
 
@@ -42,19 +42,23 @@ def algorithm(
       **kwargs: as for `base`, but `parts`; clients are averaged without weights unless `aggregate` says otherwise.
 
     Raises:
-      ValueError: when clients are made, if the head has no parameters.
+      ValueError: when a state is made, if the head has no parameters, or the base remembers more than FedAvg; in the
+        first round, if it sends more.
     """
     kwargs = {**fedavg.UNWEIGHTED, **kwargs, 'plan': plan}
     whole = base(objective, client_opt, **kwargs)
     shared = base(objective, client_opt, parts=('body',), **kwargs)
 
+    def init(key: Array, data: FederatedData) -> fedavg.Server:
+        return fedavg.plain(shared.init(key, data))
+
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         mine = holding(server, client.head)
         own, message, info = whole.client(key, mine, client.own, shard)
-        sent, _ = tree.split(message.delta, ('body',))
+        sent, _ = tree.split(fedavg.sent(message).delta, ('body',))
         return Client(own, fedavg.trained(mine, message).params['head']), message._replace(delta=sent), info
 
-    return private_heads(whole)._replace(init=shared.init, client=client, server=shared.server)
+    return private_heads(whole)._replace(init=init, client=client, server=shared.server)
 
 
 def holding(server: fedavg.Server, head: Tree) -> fedavg.Server:

@@ -112,7 +112,8 @@ def algorithm(
       **kwargs: as for `base`, but `parts`; clients are averaged without weights unless `aggregate` says otherwise.
 
     Raises:
-      ValueError: for another `absent`; on `init`, if the personal head cannot start as it should.
+      ValueError: for another `absent`; on `init`, if the personal head cannot start as it should; in the first round,
+        if the base sends more than FedAvg.
     """
     if absent not in ('floor', 'mask'):
         raise ValueError(f"absent must be 'floor' or 'mask', not {absent!r}")
@@ -167,6 +168,7 @@ def algorithm(
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         mine = holding(server, client.head)
         own, message, info = local.client(key, mine, client.own, shard)
+        message = fedavg.sent(message)
         v = fedavg.trained(mine, message)
         if separate:
             v, second = fit(jax.random.fold_in(key, plan.epochs), server, v, shard)  # training folds in smaller numbers
