@@ -2,11 +2,13 @@
 
     python examples/cifar.py --data-dir ~/data --out runs/fedetf
     python examples/cifar.py --algorithm fedavg --dataset digits --rounds 30 --out runs/digits
+    python examples/cifar.py --algorithm fedprox --head etf --loss balanced_softmax --out runs/fedprox_etf
 
 Writes into --out: config.json, metrics.jsonl, metrics.csv, summary.json, accuracy.png and checkpoints/.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -18,8 +20,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from fedjax_nc import base, data, evaluate, local, memory, models, plots, recipes, simulate, training
+from fedjax_nc import base, data, devices, evaluate, local, memory, models, plots, recipes, simulate, training
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     'mlp': models.MLP,
@@ -37,7 +40,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 MODEL = {'cifar10': 'resnet20', 'cifar100': 'resnet20', 'digits': 'mlp'}
 LR = {'cifar10': 0.04, 'cifar100': 0.01, 'digits': 0.02}
 ETF = {'cnn': {'dim': 64, 'scale': 10.0}}  # FedETF's frame and first temperature; C and 1 for the other models
-FREE = ('out', 'resume', 'rounds', 'data_dir', 'eval_every', 'clients_per_chunk')  # may differ when a run is resumed
+# What may differ when a run is resumed:
+FREE = ('out', 'resume', 'rounds', 'data_dir', 'eval_every', 'clients_per_chunk', 'devices')
 
 IMBALANCE = (
     'largest class over smallest of a long-tailed training set; it is spread over clients, who are tested on parts '
@@ -79,6 +83,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--dataset', choices=list(MODEL), default='cifar10')
     parser.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
     parser.add_argument('--algorithm', choices=list(recipes.RECIPES), default='fedetf')
+    parser.add_argument('--head', choices=list(recipes.HEADS), help="by default the algorithm's own")
+    parser.add_argument('--loss', choices=list(recipes.LOSSES), help="by default the algorithm's own")
+    parser.add_argument(
+        '--server-optimizer', choices=list(recipes.SERVER_OPTIMIZERS), help='by default plain averaging'
+    )
+    parser.add_argument('--server-lr', type=positive, help="by default the server optimizer's own, 1 for sgd")
     parser.add_argument('--model', choices=list(MODELS), help='by default resnet20, and mlp for digits')
     parser.add_argument('--norm', choices=['batch', 'group'], default='batch', help='of ResNets and MobileNet')
     parser.add_argument('--clients', type=count, default=20)
@@ -95,6 +105,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         '--clients-per-chunk', type=count, help='clients side by side; chosen for the device by default'
     )
+    parser.add_argument('--devices', type=count, default=1, help='that share the clients; a CPU is cut up into as many')
     parser.add_argument('--precision', choices=['float32', 'bfloat16'], default='float32')
     parser.add_argument('--eval-every', type=count, default=1)
     parser.add_argument('--max-examples', type=count, help='use a class-balanced part of the training set')
@@ -158,21 +169,43 @@ def load(args: argparse.Namespace) -> tuple[data.Dataset, Any, Any]:
     return dataset, *data.split(data.federate(dataset.x_train, dataset.y_train, parts, classes), 0.3, seed=args.seed)
 
 
-def build(args: argparse.Namespace) -> recipes.Recipe:
+def prepare(args: argparse.Namespace) -> Mesh | None:
+    """The devices to use, if more than one: before anything else has touched them."""
+    if args.devices == 1:
+        return None
+    with contextlib.suppress(RuntimeError):  # a process that has begun keeps the devices it has
+        jax.config.update('jax_num_cpu_devices', args.devices)
+    if len(jax.devices()) < args.devices:
+        raise ValueError(f'--devices {args.devices}: there are {len(jax.devices())}')
+    return devices.mesh(jax.devices()[: args.devices])
+
+
+def build(args: argparse.Namespace, dataset: data.Dataset) -> recipes.Recipe:
     norm = {'norm': args.norm} if args.model.startswith(('resnet', 'mobilenet')) else {}
     module = MODELS[args.model](dtype=jnp.dtype(args.precision), **norm)
     plan = local.Plan(args.batch_size, args.local_epochs)
     etf = ETF.get(args.model, {})
     client_opt = local.sgd(args.lr, args.momentum, args.weight_decay)
-    return recipes.RECIPES[args.algorithm](models.from_flax(module), client_opt, plan, rounds=args.rounds, **etf)
+    server_opt = None
+    if args.server_optimizer or args.server_lr:
+        rate = {'lr': args.server_lr} if args.server_lr else {}
+        server_opt = recipes.SERVER_OPTIMIZERS[args.server_optimizer or 'sgd'](**rate)
+    held = None
+    if args.algorithm == 'ratioloss':
+        held = recipes.auxiliary(dataset.x_train, dataset.y_train, dataset.num_classes)
+    return recipes.RECIPES[args.algorithm](
+        models.from_flax(module), client_opt, plan, head=args.head, loss=args.loss, server_opt=server_opt,
+        rounds=args.rounds, auxiliary=held, **etf,
+    )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = arguments(argv)
     cohort = max(1, round(args.participation * args.clients))
     config = settle(args)
+    mesh = prepare(args)
     dataset, train, test = load(args)
-    recipe = build(args)
+    recipe = build(args, dataset)
     k_init, k_train, k_tune = jax.random.split(jax.random.key(args.seed), 3)
     state = simulate.init(recipe.train, k_init, train)
     if not (args.out / 'config.json').exists():
@@ -189,11 +222,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     def generic_model(state: base.State) -> tuple[base.Algorithm, base.State]:
         """What a method would deliver if training ended here."""
         if calibrate is None:
-            return recipe.personalize, state
+            return recipe.final, state
         begun = simulate.join(recipe.calibrate, k_tune, state.server, args.clients)
         return recipe.calibrate, calibrate(k_tune, begun, train)[0]
 
+    def personal_models(state: base.State) -> evaluate.OverClients:
+        return evaluate.over_clients(evaluate.per_client(recipe.train, state, test))
+
     def general(state: base.State) -> dict[str, Any]:
+        if not recipe.generic:
+            return {'accuracy_personal': personal_models(state).mean}
         algorithm, model = generic_model(state)
         table = evaluate.generic(algorithm, model, x_test, y_test, dataset.num_classes)
         seen = {'accuracy': evaluate.accuracy(table)}
@@ -209,18 +247,25 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         return seen | ({'temperature': v.params['head']['scale']} if 'scale' in v.params['head'] else {})
 
     run = training.run(
-        recipe.train, k_train, state, train, rounds=args.rounds, cohort=cohort, chunk=args.clients_per_chunk,
+        recipe.train, k_train, state, train, rounds=args.rounds, cohort=cohort, chunk=args.clients_per_chunk, mesh=mesh,
         evaluate=general, eval_every=args.eval_every, out=args.out, resume=args.resume, name=args.algorithm,
     )  # fmt: skip
-    algorithm, model = generic_model(run.state)
-    before = evaluate.over_clients(evaluate.per_client(algorithm, model, test, personal=False))
+    trained = run.state if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(run.state))
+    algorithm, model = generic_model(trained)
+    before = None
+    if recipe.generic:
+        before = evaluate.over_clients(evaluate.per_client(algorithm, model, test, personal=False))
 
     def personalized(algorithm: base.Algorithm) -> tuple[base.State, simulate.Report]:
         return stage(algorithm)(k_tune, recipe.enter(algorithm, k_tune, model, train), train)
 
-    state, report = personalized(recipe.personalize)
-    tuned = all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves((state.clients, report.info.loss)))
-    after = evaluate.over_clients(evaluate.per_client(recipe.personalize, state, test))
+    tuned = True  # training that makes personal models has not diverged
+    if recipe.personalize is None:
+        after = personal_models(trained)
+    else:
+        state, report = personalized(recipe.personalize)
+        tuned = all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves((state.clients, report.info.loss)))
+        after = evaluate.over_clients(evaluate.per_client(recipe.personalize, state, test))
     personal = {'': after.mean, '_std': after.std, '_pooled': after.pooled, '_low': after.low}
     for name, variant in recipe.variants.items():
         tables = evaluate.per_client(variant, personalized(variant)[0], test)
@@ -232,15 +277,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         'algorithm': args.algorithm,
         'dataset': args.dataset,
         'rounds': args.rounds,
-        'global_accuracy': run.history[-1]['accuracy'],
+        **({'global_accuracy': run.history[-1]['accuracy']} if recipe.generic else {}),
         **{
             f'global_{name}_last5': training.last_mean(run.history, name)
             for name in ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
             if name in run.history[-1]
         },
         **{f'personal_accuracy{name}': float(value) if tuned else None for name, value in personal.items()},
-        'personal_accuracy_before': float(before.mean),
-        'personal_accuracy_before_std': float(before.std),
+        **({'personal_accuracy_before': float(before.mean)} if before else {}),
+        **({'personal_accuracy_before_std': float(before.std)} if before else {}),
         'rounds_per_second': run.rounds_per_second,
         'compile_seconds': compile_seconds,
         'padded_work_share': float(np.mean([row['padded_work'] for row in run.history])),
@@ -249,14 +294,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     }
     write(args.out / 'config.json', config)  # a resumed run may be longer than it was begun
     write(finished, summary)
-    seen = [(row['round'], row['accuracy']) for row in run.history if 'accuracy' in row]
+    shown = 'accuracy' if recipe.generic else 'accuracy_personal'
+    seen = [(row['round'], row[shown]) for row in run.history if shown in row]
     curve = {args.algorithm: tuple(np.array(column) for column in zip(*seen, strict=True))}
     title = f'{args.dataset}, {args.clients} clients, Dirichlet({args.alpha:g})'
     plots.accuracy_curves(curve, title=title).savefig(args.out / 'accuracy.png', dpi=150)
     if not tuned:
         raise training.DivergedError('the personal models diverged: begin a new run with a lower --lr')
     for name in ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy_before', 'personal_accuracy'):
-        print(f'{name:26} {100 * summary[name]:6.2f} %')
+        if name in summary:
+            print(f'{name:26} {100 * summary[name]:6.2f} %')
     print(f'{"rounds_per_second":26} {summary["rounds_per_second"]:6.2f}\nwritten to {args.out}')
     return summary
 

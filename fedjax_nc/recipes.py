@@ -1,15 +1,20 @@
 """Algorithms by name, for scripts that put them side by side. Programs call the factories themselves.
 
 Model, optimizer, plan and first temperature are given and the same for all, whatever each paper took; the rest are the
-factories' defaults.
+factories' defaults. Head, loss and server optimizer are a choice where a method does not bring its own.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fedjax_nc import heads, losses, simulate
-from fedjax_nc.algorithms import ccvr, fedavg, fedetf, fedetf_gmv, fedloge, fednh, fedprox, feduh, finetune
-from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State
+import numpy as np
+import optax
+
+from fedjax_nc import algorithms as alg
+from fedjax_nc import frames, heads, losses, server_optimizers, simulate
+from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Loss, Model, Objective, State
+from fedjax_nc.data import federate
 from fedjax_nc.local import ClientOptimizer, Plan
 from fedjax_nc.memory import remembering
 from fedjax_nc.objective import objective, transformed
@@ -24,94 +29,277 @@ class Recipe(NamedTuple):
     """A method from training to personal models."""
 
     train: Algorithm
-    personalize: Algorithm  # a stage of one round on all clients; its generic model is the method's
-    calibrate: Algorithm | None = None  # a stage of one round on all clients before it, which makes that model
+    personalize: Algorithm | None = None  # a stage of one round on all clients; None if training makes personal models
+    calibrate: Algorithm | None = None  # a stage of one round on all clients before it, which makes the generic model
     enter: Callable[[Algorithm, Array, State, FederatedData], State] = join  # how personalisation begins
     refines: bool = False  # whether the generic model is more than what was trained
     variants: Mapping[str, Algorithm] = {}  # other stages in the place of `personalize`
+    generic: bool = True  # whether there is a generic model
+
+    @property
+    def final(self) -> Algorithm:
+        """What predicts at the end, with clients' models as with the generic one."""
+        return self.personalize or self.train
 
 
-def fedavg_recipe(model: Model, client_opt: ClientOptimizer, plan: Plan, **_: float | int | None) -> Recipe:
-    """FedAvg with a linear head; one more local update makes the personal models."""
-    task = objective(model, heads.linear(), losses.cross_entropy)
-    return Recipe(fedavg.algorithm(task, client_opt, plan=plan), finetune.algorithm(task, client_opt, plan=plan))
+class Setup(NamedTuple):
+    """What a method is made from."""
+
+    model: Model
+    client_opt: ClientOptimizer
+    plan: Plan
+    head: Head
+    learned: bool  # whether the head's class vectors are
+    loss: Loss
+    server_opt: optax.GradientTransformation | None
+    dim: int | None
+    scale: float
+    rounds: int
+    auxiliary: FederatedData | None
+
+    @property
+    def task(self) -> Objective:
+        return objective(self.model, self.head, self.loss)
+
+    @property
+    def common(self) -> dict[str, Any]:
+        return {'plan': self.plan, 'server_opt': self.server_opt}
+
+    def finetune(self, task: Objective | None = None, **kwargs: Any) -> Algorithm:
+        """One more local update, which gives personal models to a method without any."""
+        return alg.finetune.algorithm(task or self.task, self.client_opt, plan=self.plan, **kwargs)
 
 
-def fedprox_recipe(model: Model, client_opt: ClientOptimizer, plan: Plan, **_: float | int | None) -> Recipe:
-    """FedProx at mu = 0.001, as FedETF's comparison ran it."""
-    task, mu = objective(model, heads.linear(), losses.cross_entropy), 0.001
-    train = fedprox.algorithm(task, client_opt, mu=mu, plan=plan)
-    return Recipe(train, finetune.algorithm(task, client_opt, plan=plan, penalty=fedprox.proximal(mu)))
+HEADS: dict[str, Callable[[int | None, float, bool], Head]] = {
+    'linear': lambda dim, scale, learn: heads.linear(),
+    'unbiased': lambda dim, scale, learn: heads.linear(bias=False),
+    'unit_norm': lambda dim, scale, learn: heads.unit_norm(),
+    'cosine': lambda dim, scale, learn: heads.cosine(scale, learn),
+    'etf': lambda dim, scale, learn: heads.etf(dim, scale=scale, learn_scale=learn),
+    'bare_etf': lambda dim, scale, learn: bare(frames.simplex_etf),
+    'sparse_etf': lambda dim, scale, learn: bare(frames.sparse_etf),
+    'prototypes': lambda dim, scale, learn: heads.prototypes(scale, learn, frames.uniform),
+}
+"""(frame's dimension, first temperature, whether it is learned) -> head. The ETF of FedETF has a projection and a
+temperature, that of FedAvg_ETF is bare; prototypes are FedUH's, spread uniformly and frozen."""
+
+LOSSES: dict[str, Loss] = {
+    'cross_entropy': losses.cross_entropy,
+    'balanced_softmax': losses.balanced_softmax,
+    'restricted_softmax': losses.restricted_softmax,
+    'positive': losses.positive,
+    'dot_regression': losses.dot_regression,
+}
+
+SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    'sgd': lambda lr=1.0: optax.sgd(lr),
+    'fedavgm': server_optimizers.fedavgm,
+    'fedadagrad': server_optimizers.fedadagrad,
+    'fedadam': server_optimizers.fedadam,
+    'fedyogi': server_optimizers.fedyogi,
+}
+"""(rate, by default that of its paper) -> optimizer."""
+
+LEARNED = ('linear', 'unbiased', 'unit_norm', 'cosine')  # heads whose class vectors are trained
+OF_COSINES = {'heads': ('cosine', 'etf', 'prototypes'), 'losses': ('positive', 'dot_regression')}
 
 
-def fedetf_recipe(
-    model: Model,
-    client_opt: ClientOptimizer,
-    plan: Plan,
-    *,
-    dim: int | None = None,
-    scale: float = 1.0,
-    **_: float | int | None,
-) -> Recipe:
-    """FedETF with both stages of personalisation, 20 turns of classifier and projection."""
-    train = fedetf.algorithm(model, client_opt, dim=dim, scale=scale, plan=plan)
-    return Recipe(train, fedetf.personalize(model, client_opt, plan=plan))
+def bare(frame: heads.Frame) -> Head:
+    """A frozen frame on the features as they are."""
+    return heads.etf(learn_scale=False, project=False, unit_features=False, frame=frame)
 
 
-def fedetf_gmv_recipe(
-    model: Model, client_opt: ClientOptimizer, plan: Plan, *, rounds: int = 200, **_: float | int | None
-) -> Recipe:
-    """FedAvg_ETF whose memory acts in the last two fifths of the rounds; one more local update makes it personal."""
-    head = heads.etf(learn_scale=False, project=False, unit_features=False)
-    train = fedetf_gmv.algorithm(model, client_opt, warm=round(0.6 * rounds), head=head, plan=plan)
-    task = remembering(objective(model, head, losses.cross_entropy))
-    return Recipe(train, finetune.algorithm(task, client_opt, plan=plan))
+class Method(NamedTuple):
+    """What can be had under a name."""
 
+    name: str
+    make: Callable[[Setup], Recipe]
+    heads: tuple[str, ...] = tuple(HEADS)  # the first is the method's own
+    losses: tuple[str, ...] = tuple(LOSSES)
+    server: bool = True  # whether a server optimizer moves a model
 
-def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[..., Recipe]:
-    """FedNH or FedUH with a learned scale; one more local update makes the personal models."""
-
-    def recipe(
-        model: Model, client_opt: ClientOptimizer, plan: Plan, *, scale: float = 1.0, **_: float | int | None
+    def __call__(
+        self,
+        model: Model,
+        client_opt: ClientOptimizer,
+        plan: Plan,
+        *,
+        head: str | None = None,
+        loss: str | None = None,
+        server_opt: optax.GradientTransformation | None = None,
+        dim: int | None = None,
+        scale: float = 1.0,
+        rounds: int = 200,
+        auxiliary: FederatedData | None = None,
     ) -> Recipe:
-        task = objective(model, heads.prototypes(), losses.cross_entropy)
-        train = method(model, client_opt, scale=scale, plan=plan)
-        return Recipe(train, finetune.algorithm(task, client_opt, plan=plan))
+        """The method's recipe. It ignores what it has no use for, but for a head, loss or server optimizer.
 
-    return recipe
+        Args:
+          model: feature extractor.
+          client_opt: from the round's number to a client's optimizer.
+          plan: batch size and local epochs.
+          head: one of `heads`; by default the method's own.
+          loss: one of `losses`; by default the method's own.
+          server_opt: by default plain averaging.
+          dim: dimension of the projected ETF.
+          scale: first temperature of heads that compare angles.
+          rounds: how long training will be.
+          auxiliary: the server's own examples, one client a class, which Ratio Loss needs; see `auxiliary`.
+
+        Raises:
+          ValueError: for a choice that the method does not have; it says which there are.
+        """
+        head, loss = head or self.heads[0], loss or self.losses[0]
+        for what, given, known in (('head', head, self.heads), ('loss', loss, self.losses)):
+            if given not in known:
+                raise ValueError(f'{self.name} has no {what} {given!r}, it takes {" or ".join(known)}')
+        angular = loss in OF_COSINES['losses']
+        if angular and head not in OF_COSINES['heads']:
+            possible = [name for name in self.heads if name in OF_COSINES['heads']]
+            raise ValueError(f'the loss {loss!r} is one of cosines: with it {self.name} takes {" or ".join(possible)}')
+        if server_opt is not None and not self.server:
+            possible = [method.name for method in RECIPES.values() if method.server]
+            raise ValueError(f'{self.name} has no server model to optimize; these have one: {", ".join(possible)}')
+        made, learned = HEADS[head](dim, 1.0 if angular else scale, not angular), head in LEARNED
+        setup = Setup(model, client_opt, plan, made, learned, LOSSES[loss], server_opt, dim, scale, rounds, auxiliary)
+        return self.make(setup)
 
 
-def ccvr_recipe(model: Model, client_opt: ClientOptimizer, plan: Plan, **_: float | int | None) -> Recipe:
+def auxiliary(x: Any, y: Any, num_classes: int, each: int = 63) -> FederatedData:
+    """The first examples `x [n, ...]`, `y [n]` of each class as the server's own, as many as Ratio Loss was given."""
+    parts = [np.flatnonzero(np.asarray(y) == c)[:each] for c in range(num_classes)]
+    rows, ends = np.concatenate(parts), np.cumsum([len(part) for part in parts])
+    own = np.split(np.arange(len(rows)), ends[:-1])
+    return federate(np.asarray(x)[rows], np.asarray(y)[rows], own, num_classes)
+
+
+def shared(factory: Callable[..., Algorithm], **kwargs: Any) -> Callable[[Setup], Recipe]:
+    """A method that trains one model for all; one more local update makes the personal models."""
+    return lambda s: Recipe(factory(s.task, s.client_opt, **s.common, **kwargs), s.finetune())
+
+
+def private(factory: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
+    """A method whose clients keep personal models, or parts of them, from round to round."""
+    return lambda s: Recipe(factory(s.task, s.client_opt, **s.common))
+
+
+def lonely(factory: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
+    """A method whose clients keep everything, so that there is no generic model."""
+    return lambda s: Recipe(factory(s.task, s.client_opt, plan=s.plan), generic=False)
+
+
+def fedprox_recipe(s: Setup) -> Recipe:
+    """FedProx at mu = 0.001, as FedETF's comparison ran it; the anchor stays while models are made personal."""
+    train = alg.fedprox.algorithm(s.task, s.client_opt, mu=0.001, **s.common)
+    return Recipe(train, s.finetune(penalty=alg.fedprox.proximal(0.001)))
+
+
+def moon_recipe(s: Setup) -> Recipe:
+    """MOON at mu = 1, with its projection between model and head."""
+    return shared(alg.moon.algorithm, mu=1.0)(s._replace(model=alg.moon.projected(s.model)))
+
+
+def fedrs_recipe(s: Setup) -> Recipe:
+    """FedRS; personal models are tuned under the restricted softmax too."""
+    return Recipe(alg.fedrs.algorithm(s.model, s.client_opt, head=s.head, **s.common), s.finetune())
+
+
+def ratioloss_recipe(s: Setup) -> Recipe:
+    """Ratio Loss; personal models are tuned under the last weights."""
+    if s.auxiliary is None:
+        raise ValueError('ratioloss needs examples of every class on the server: pass auxiliary=recipes.auxiliary(...)')
+    train = alg.ratioloss.algorithm(s.model, s.client_opt, auxiliary=s.auxiliary, head=s.head, **s.common)
+    return Recipe(train, s.finetune(alg.ratioloss.weighing(s.task)))
+
+
+def fedbabu_recipe(s: Setup) -> Recipe:
+    """FedBABU, whose personal models have the final body."""
+    train = alg.fedbabu.algorithm(s.task, s.client_opt, **s.common)
+    return Recipe(train, alg.fedbabu.personalize(s.task, s.client_opt, plan=s.plan))
+
+
+def creff_recipe(s: Setup) -> Recipe:
+    """CReFF: the generic model has the re-trained head, personal ones begin with the averaged one, as FedAvg's do."""
+    train, stage = alg.creff.algorithm(s.model, s.client_opt, **s.common), s.finetune()
+
+    def predict(server: Any, client: Any, x: Array) -> Array:
+        return (train if client is None else stage).predict(server, client, x)
+
+    return Recipe(train, stage._replace(predict=predict))
+
+
+def fedrod_recipe(s: Setup) -> Recipe:
+    """FedROD with private linear heads. Under an ETF, of which there is nothing to copy, they start at zero."""
+    personal = alg.fedrod.linear('generic' if s.learned else 'zeros')
+    return Recipe(alg.fedrod.algorithm(s.model, s.client_opt, head=s.head, personal=personal, **s.common))
+
+
+def fedetf_recipe(s: Setup) -> Recipe:
+    """FedETF with both stages of personalisation, 20 turns of classifier and projection."""
+    train = alg.fedetf.algorithm(s.model, s.client_opt, dim=s.dim, scale=s.scale, **s.common)
+    return Recipe(train, alg.fedetf.personalize(s.model, s.client_opt, plan=s.plan))
+
+
+def fedetf_gmv_recipe(s: Setup) -> Recipe:
+    """FedAvg_ETF whose memory acts in the last two fifths of the rounds; one more local update makes it personal."""
+    train = alg.fedetf_gmv.algorithm(s.model, s.client_opt, warm=round(0.6 * s.rounds), head=s.head, **s.common)
+    return Recipe(train, s.finetune(remembering(s.task)))
+
+
+def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
+    """FedNH or FedUH with a learned scale; one more local update makes the personal models."""
+    return lambda s: Recipe(method(s.model, s.client_opt, scale=s.scale, **s.common), s.finetune())
+
+
+def ccvr_recipe(s: Setup) -> Recipe:
     """FedAvg calibrated by CCVR. Personal models tune the calibrated head alone: psi has no slope at zero."""
-    task, psi = objective(model, heads.linear(), losses.cross_entropy), ccvr.tukey()
-    personal = finetune.algorithm(transformed(task, psi), client_opt, plan=plan, parts=('head',))
-    train = fedavg.algorithm(task, client_opt, plan=plan)
-    return Recipe(train, personal, ccvr.calibrate(task, transform=psi), refines=True)
+    psi = alg.ccvr.tukey()
+    personal = s.finetune(transformed(s.task, psi), parts=('head',))
+    train = alg.fedavg.algorithm(s.task, s.client_opt, **s.common)
+    return Recipe(train, personal, alg.ccvr.calibrate(s.task, transform=psi), refines=True)
 
 
-def fedloge_recipe(model: Model, client_opt: ClientOptimizer, plan: Plan, **_: float | int | None) -> Recipe:
+def fedloge_recipe(s: Setup) -> Recipe:
     """FedLoGe: the generic model is the globally realigned one, personal models are the locally realigned ones."""
 
     def enter(stage: Algorithm, key: Array, state: State, data: FederatedData) -> State:
-        return fedloge.stage_state(state)
+        return alg.fedloge.stage_state(state)
 
-    train = fedloge.algorithm(model, client_opt, plan=plan)
-    variants = {
-        'released': fedloge.realign(model, client_opt, plan=plan, mode='released'),
-        'tuned': fedloge.realign(model, client_opt, plan=plan, finetune_epochs=15),
-    }
-    return Recipe(train, fedloge.realign(model, client_opt, plan=plan), None, enter, True, variants)
+    realign = functools.partial(alg.fedloge.realign, s.model, s.client_opt, plan=s.plan)
+    variants = {'released': realign(mode='released'), 'tuned': realign(finetune_epochs=15)}
+    return Recipe(alg.fedloge.algorithm(s.model, s.client_opt, **s.common), realign(), None, enter, True, variants)
 
 
-RECIPES: dict[str, Callable[..., Recipe]] = {
-    'fedavg': fedavg_recipe,
-    'fedprox': fedprox_recipe,
-    'fedetf': fedetf_recipe,
-    'fedetf_gmv': fedetf_gmv_recipe,
-    'feduh': prototypes_recipe(feduh.algorithm),
-    'fednh': prototypes_recipe(fednh.algorithm),
-    'ccvr': ccvr_recipe,
-    'fedloge': fedloge_recipe,
+CE, BALANCED = ('cross_entropy',), ('balanced_softmax',)
+RECIPES: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method('fedavg', shared(alg.fedavg.algorithm)),
+        Method('fedprox', fedprox_recipe),
+        Method('scaffold', shared(alg.scaffold.algorithm)),
+        Method('fednova', shared(alg.fednova.algorithm)),
+        Method('feddyn', shared(alg.feddyn.algorithm)),
+        Method('moon', moon_recipe),
+        Method('fedmmd', shared(alg.fedmmd.algorithm)),
+        Method('fedrs', fedrs_recipe, ('unbiased', *(h for h in HEADS if h != 'unbiased')), ('restricted_softmax',)),
+        Method('fedaws', shared(alg.fedaws.algorithm), LEARNED),
+        Method('ratioloss', ratioloss_recipe, LEARNED, CE),
+        Method('creff', creff_recipe, ('unbiased',), CE),
+        Method('ccvr', ccvr_recipe, LEARNED),
+        Method('fedetf', fedetf_recipe, ('etf',), BALANCED),
+        Method('fedetf_gmv', fedetf_gmv_recipe, ('bare_etf',), CE),
+        Method('feduh', prototypes_recipe(alg.feduh.algorithm), ('prototypes',), CE),
+        Method('fednh', prototypes_recipe(alg.fednh.algorithm), ('prototypes',), CE),
+        Method('fedloge', fedloge_recipe, ('sparse_etf',), CE),
+        Method('fedbabu', fedbabu_recipe, LEARNED),
+        Method('fedper', private(alg.fedper.algorithm), (*LEARNED, 'etf')),
+        Method('fedrep', private(alg.fedrep.algorithm), (*LEARNED, 'etf')),
+        Method('fedbn', private(alg.fedbn.algorithm)),
+        Method('ditto', private(alg.ditto.algorithm)),
+        Method('fedrod', fedrod_recipe, ('unbiased', 'linear', 'unit_norm', 'cosine', 'etf', 'bare_etf'), BALANCED),
+        Method('fedproto', lonely(alg.fedproto.algorithm), server=False),
+        Method('solo', lonely(alg.solo.algorithm), server=False),
+    )
 }
-"""(model, client_opt, plan, *, dim, scale, rounds) -> recipe: dimension of FedETF's frame, first temperature of heads
-that compare angles, and how long training will be. A method that has no use for one ignores it."""
+"""Every method. FedAvg with the head 'etf' and the loss 'balanced_softmax' is FedETF before personalisation, and with
+'cross_entropy' its ablation; with 'bare_etf' it is FedAvg_ETF, but for the weights of clients."""

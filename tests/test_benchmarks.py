@@ -221,6 +221,37 @@ def test_accuracy_table_is_made_of_finished_and_resumed_runs(tmp_path, monkeypat
         accuracy.main([*call, '0', *small, '--lr', '0.5'])
 
 
+def test_digits_table_is_made_once_for_all_seeds_and_continued(bench, tmp_path, capsys):
+    digits = importlib.import_module('digits')
+    call = ['--rounds', '2', '--out', str(tmp_path), '--methods']
+    made = digits.main([*call, 'solo'])
+    runs = json.loads((tmp_path / 'solo.json').read_text())
+    assert len({run['personal'] for run in runs['runs']}) == 3
+    runs['runs'] = [{'personal': p, 'PM(V)': 0.5, 'rounds/s': s} for p, s in ((0.2, 1.0), (0.4, 3.0), (0.9, 2.0))]
+    (tmp_path / 'solo.json').write_text(json.dumps(runs))
+    table = digits.main([*call, 'solo', 'fedavg+etf'])  # the first is not run again
+    first, second = table.splitlines()[2:]
+    assert made.splitlines()[:2] == table.splitlines()[:2]
+    assert first == '| solo |  | 50.0 ± 29.4 | 50.0 ± 0.0 | 2.00 ± 0.82 |'
+    assert second.count('±') == 4
+    assert table in capsys.readouterr().out
+    assert (tmp_path / 'digits.md').read_text() == table
+    with pytest.raises(ValueError, match='choose another --out'):
+        digits.main([*call, 'solo', '--seeds', '0'])
+
+
+def test_digits_seeds_share_one_compiled_round(bench):
+    digits = importlib.import_module('digits')
+    images = digits.data.load_dataset('digits')
+    drawn = digits.scenes(images, [0, 1])
+    alone = digits.scenes(images, [1])[1]
+    wide, narrow = drawn[1].train, alone.train
+    assert drawn[0].train.index.shape == wide.index.shape
+    np.testing.assert_array_equal(wide.counts, narrow.counts)
+    for k, size in enumerate(np.asarray(narrow.size)):
+        np.testing.assert_array_equal(wide.index[k, :size], narrow.index[k, :size])
+
+
 def test_a_shared_pool_makes_many_clients(bench):
     args = bench.arguments(['--workload', 'W4', '--pool', '50', '--clients', '3000', '--cohort', '5'])
     clients, source = bench.load(args, bench.settle(args))

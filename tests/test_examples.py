@@ -73,6 +73,7 @@ def test_cifar_resumes_to_the_uninterrupted_run(finished, tmp_path):
     [
         (['--alpha', '0'], 'argument --alpha: 0 is out of range'),
         (['--algorithm', 'fedfoo'], 'invalid choice'),
+        (['--algorithm', 'fednh', '--head', 'linear'], "fednh has no head 'linear', it takes prototypes"),
         (['--clients', '500'], '500 clients cannot have 10 examples each'),
         (['--model', 'cnn'], 'at least 18x18'),
         (['--dataset', 'cifar10', '--data-dir', 'NOWHERE/data'], 'cifar-10-binary.tar.gz'),
@@ -141,10 +142,67 @@ def test_importing_the_package_is_light():
     assert script('-c', check).stdout.strip() == '[]'
 
 
-def test_a_run_with_memory_is_not_made_longer(tmp_path, monkeypatch):
-    """When its memory begins depends on how many rounds there will be."""
+@pytest.fixture
+def run(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / 'examples'))
-    run = importlib.import_module('cifar')
+    return importlib.import_module('cifar')
+
+
+SMALL = ['--dataset', 'digits', '--clients', '6', '--rounds', '2', '--local-epochs', '1', '--out']
+
+
+def test_algorithm_head_loss_and_server_optimizer_compose_on_two_devices(run, tmp_path):
+    choice = ['--algorithm', 'fedavg', '--head', 'etf', '--loss', 'balanced_softmax', '--server-optimizer', 'fedadam']
+    done = script('examples/cifar.py', '--devices', 2, *SMALL, tmp_path / 'two', *choice, '--server-lr', 0.02)
+    assert done.returncode == 0, done.stderr
+    two = json.loads((tmp_path / 'two' / 'summary.json').read_text())
+    one = run.main([*SMALL, str(tmp_path / 'one'), *choice, '--server-lr', '0.02'])
+    for name in ('global_accuracy', 'personal_accuracy', 'personal_accuracy_before'):
+        assert abs(one[name] - two[name]) < 0.01
+
+
+def test_a_method_without_a_generic_model_has_personal_accuracy_alone(run, tmp_path):
+    summary = run.main([*SMALL, str(tmp_path), '--algorithm', 'solo'])
+    assert 0.3 < summary['personal_accuracy'] <= 1
+    assert not [name for name in summary if name.startswith('global') or 'before' in name]
+    assert (tmp_path / 'accuracy.png').exists()
+    assert 'accuracy_personal' in (tmp_path / 'metrics.jsonl').read_text()
+
+
+def test_the_server_of_ratio_loss_has_63_examples_of_each_class(run, tmp_path, monkeypatch):
+    args = run.arguments([*SMALL, str(tmp_path), '--algorithm', 'ratioloss'])
+    given = {}
+    monkeypatch.setitem(run.recipes.RECIPES, 'ratioloss', lambda *_, **kwargs: given.update(kwargs))
+    run.build(args, run.load(args)[0])
+    np.testing.assert_array_equal(given['auxiliary'].counts, 63 * np.eye(10))
+    assert given['server_opt'] is None
+
+
+@pytest.mark.parametrize(('choice', 'step'), [(['--server-lr', '0.3'], 0.3), (['--server-optimizer', 'fedavgm'], 0.1)])
+def test_server_optimizers_have_their_rate_or_the_one_given(run, tmp_path, monkeypatch, choice, step):
+    args = run.arguments([*SMALL, str(tmp_path), '--algorithm', 'fedavg', '--loss', 'balanced_softmax', *choice])
+    given = {}
+    monkeypatch.setitem(run.recipes.RECIPES, 'fedavg', lambda *_, **kwargs: given.update(kwargs))
+    run.build(args, run.load(args)[0])
+    opt, theta = given['server_opt'], np.float32(0)
+    update, _ = opt.update(np.float32(-1), opt.init(theta), theta)
+    np.testing.assert_allclose(update, step, rtol=1e-6)
+    assert (given['head'], given['loss']) == (None, 'balanced_softmax')
+
+
+def test_a_run_begun_before_there_were_choices_is_resumed(run, tmp_path):
+    argv = [*SMALL, str(tmp_path), '--algorithm', 'fedavg', '--resume']
+    config = run.settle(run.arguments(argv))
+    for name in ('head', 'loss', 'server_optimizer', 'server_lr', 'devices'):
+        del config[name]
+    run.write(tmp_path / 'config.json', config)
+    assert run.settle(run.arguments(argv))['devices'] == 1
+    with pytest.raises(ValueError, match='head was None and is now etf'):
+        run.settle(run.arguments([*argv, '--head', 'etf']))
+
+
+def test_a_run_with_memory_is_not_made_longer(run, tmp_path):
+    """When its memory begins depends on how many rounds there will be."""
     for name, refused in (('fedetf_gmv', True), ('fedavg', False)):
         argv = ['--dataset', 'digits', '--algorithm', name, '--out', str(tmp_path / name), '--resume', '--rounds']
         run.write(tmp_path / name / 'config.json', run.settle(run.arguments([*argv, '5'])))

@@ -1,27 +1,162 @@
+import functools
+import re
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toys
 
-from fedjax_nc import evaluate, recipes, simulate
+from fedjax_nc import evaluate, losses, recipes, simulate
+from fedjax_nc.algorithms import fedavg, fedetf
+from fedjax_nc.base import Model
+
+
+def normed_features(params, stats, x, mask, key):
+    z = x * params['BatchNorm_0']['scale']
+    return z, stats if key is None else {'mean': 0.9 * stats['mean'] + 0.1 * jnp.mean(x)}
+
+
+normed = Model(
+    lambda key, x: ({'BatchNorm_0': {'scale': jnp.ones(x.shape[-1])}}, {'mean': jnp.float32(0)}), normed_features
+)
+
+
+def of(name, data, **kwargs):
+    held = recipes.auxiliary(data.x, data.y, toys.CLASSES, each=4) if name == 'ratioloss' else None
+    model = normed if name == 'fedbn' else toys.tiny
+    kwargs = {'dim': 6, 'scale': 2.0, 'rounds': 3, **kwargs}
+    return recipes.RECIPES[name](model, toys.opt, toys.PLAN, auxiliary=held, **kwargs)
+
+
+def finished(recipe, state, data, run=simulate.make_round):
+    """What a trained state becomes."""
+    if recipe.calibrate is not None:
+        begun = simulate.join(recipe.calibrate, toys.KEY, state.server, data.num_clients)
+        state, _ = run(recipe.calibrate)(toys.KEY, begun, data)
+    if recipe.personalize is None:
+        return state
+    return run(recipe.personalize)(toys.KEY, recipe.enter(recipe.personalize, toys.KEY, state, data), data)[0]
+
+
+def fits(recipe, data):
+    """Traces a recipe from the first state to predictions, without computing anything."""
+
+    def everything(data):
+        state = simulate.init(recipe.train, toys.KEY, data)
+        state, _ = simulate.make_round(recipe.train)(toys.KEY, state, data)
+        state = finished(recipe, state, data)
+        client = jax.tree.map(lambda u: u[0], state.clients)
+        generic = [recipe.final.predict(state.server, None, data.x[:3])] if recipe.generic else []
+        return [recipe.final.predict(state.server, client, data.x[:3]), *generic]
+
+    assert {u.shape for u in jax.eval_shape(everything, data)} == {(3, toys.CLASSES)}
 
 
 @pytest.mark.parametrize('name', recipes.RECIPES)
+def test_every_method_goes_from_training_to_personal_models(data, name):
+    recipe = of(name, data, server_opt=optax.adam(0.1) if recipes.RECIPES[name].server else None)
+    fits(recipe, data)
+    if not recipe.generic:
+        state = jax.eval_shape(lambda d: simulate.init(recipe.train, toys.KEY, d), data)
+        with pytest.raises(ValueError, match='no generic model'):
+            recipe.final.predict(state.server, None, data.x[:3])
+
+
+@pytest.mark.parametrize('name', ['ccvr', 'fedloge'])  # a calibration and an entry of its own
 def test_recipe_trains_and_then_personalises(data, name):
-    recipe = recipes.RECIPES[name](toys.tiny, toys.opt, toys.PLAN, dim=6, scale=2.0, rounds=3)
-    run, state = jax.jit(simulate.make_round(recipe.train)), simulate.init(recipe.train, toys.KEY, data)
+    recipe = of(name, data)
+    run = jax.jit(simulate.make_round(recipe.train))
+    state = jax.jit(functools.partial(simulate.init, recipe.train))(toys.KEY, data)
     seen = []
     for t in range(3):
         state, report = run(jax.random.fold_in(toys.KEY, t), state, data)
         seen.append(float(report.loss))
     assert seen[-1] < seen[0]
-    if recipe.calibrate is not None:
-        begun = simulate.join(recipe.calibrate, toys.KEY, state.server, data.num_clients)
-        state, _ = jax.jit(simulate.make_round(recipe.calibrate))(toys.KEY, begun, data)
-    own = recipe.enter(recipe.personalize, toys.KEY, state, data)
-    tuned, report = jax.jit(simulate.make_round(recipe.personalize))(toys.KEY, own, data)
-    assert np.isfinite(report.loss)
-    assert jax.tree.leaves(tuned.clients)[0].shape[0] == 8
-    tables = (evaluate.per_client(recipe.personalize, tuned, data, personal=p) for p in (True, False))
+    tuned = finished(recipe, state, data, lambda stage: jax.jit(simulate.make_round(stage)))
+    tables = (evaluate.per_client(recipe.final, tuned, data, personal=p) for p in (True, False))
     mine, shared = (evaluate.over_clients(table).mean for table in tables)
     assert mine > shared
+
+
+def test_heads_and_losses_compose(data):
+    for head in recipes.HEADS:
+        fits(of('fedavg', data, head=head), data)
+    for loss in recipes.LOSSES:
+        fits(of('fedprox', data, head='cosine', loss=loss), data)
+    fits(of('fedrod', data, head='etf'), data)
+
+
+def test_fedavg_with_the_etf_and_its_loss_is_fedetf(data):
+    ours = of('fedavg', data, head='etf', loss='balanced_softmax')
+    theirs = fedetf.algorithm(toys.tiny, toys.opt, dim=6, scale=2.0, plan=toys.PLAN)
+    programs = []
+    for algorithm in (ours.train, theirs):
+        state = jax.eval_shape(lambda data, a=algorithm: simulate.init(a, toys.KEY, data), data)
+        program = jax.make_jaxpr(simulate.make_round(algorithm))(toys.KEY, state, data)
+        programs.append(re.sub('0x[0-9a-f]+', '', str(program)))
+    assert programs[0] == programs[1]
+
+
+def test_losses_of_cosines_meet_cosines(data):
+    """Their targets, 0.9 and 1, are cosines: a temperature would move them."""
+    for head in recipes.OF_COSINES['heads']:
+        recipe = of('fedavg', data, head=head, loss='positive', scale=30.0)
+        v = recipe.train.init(toys.KEY, data).variables
+        assert 'scale' not in v.params['head']
+        logits = recipe.train.predict(fedavg.Server(v, (), jnp.int32(0)), None, data.x[:50])
+        assert 0.1 < float(jnp.max(jnp.abs(logits))) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ('name', 'choice', 'said'),
+    [
+        ('fedetf', {'head': 'linear'}, "fedetf has no head 'linear', it takes etf"),
+        ('fednh', {'loss': 'balanced_softmax'}, "fednh has no loss 'balanced_softmax', it takes cross_entropy"),
+        ('fedaws', {'head': 'etf'}, 'takes linear or unbiased or unit_norm or cosine'),
+        ('fedavg', {'head': 'conv'}, "no head 'conv', it takes linear or unbiased"),
+        ('fedper', {'loss': 'positive'}, "'positive' is one of cosines: with it fedper takes cosine or etf"),
+        ('solo', {'server_opt': optax.sgd(1.0)}, 'solo has no server model to optimize; these have one: fedavg, '),
+    ],
+)
+def test_what_does_not_go_together_lists_what_does(data, name, choice, said):
+    with pytest.raises(ValueError, match=said):
+        of(name, data, **choice)
+
+
+def test_ratio_loss_needs_examples_on_the_server():
+    with pytest.raises(ValueError, match='on the server: pass auxiliary'):
+        recipes.RECIPES['ratioloss'](toys.tiny, toys.opt, toys.PLAN)
+
+
+def test_auxiliary_examples_are_the_first_of_each_class():
+    y = np.array([1, 0, 1, 2, 1, 0, 2, 2])
+    held = recipes.auxiliary(np.arange(8), y, 3, each=2)
+    np.testing.assert_array_equal(held.counts, 2 * np.eye(3))
+    taken = [np.asarray(held.x)[np.asarray(held.index[c, : held.size[c]])].tolist() for c in range(3)]
+    assert taken == [[1, 5], [0, 2], [3, 6]]
+
+
+def test_server_optimizers_start_at_their_rates():
+    """The first step along a pseudo-gradient of 0.5; adaptive ones have v = tau^2 and no correction of bias."""
+    steps = {}
+    for name, make in recipes.SERVER_OPTIMIZERS.items():
+        for rate in ({}, {'lr': 0.4}):
+            opt, theta = make(**rate), jnp.float32(0)
+            update, _ = opt.update(jnp.float32(0.5), opt.init(theta), theta)
+            steps[name, bool(rate)] = -float(update)
+    tau, d = 1e-3, 0.5
+    adam = 0.1 * d / (np.sqrt(0.99 * tau**2 + 0.01 * d**2) + tau)
+    yogi = 0.1 * d / (np.sqrt(tau**2 + 0.01 * d**2) + tau)
+    adagrad = d / (np.sqrt(tau**2 + d**2) + tau)
+    by_hand = {'sgd': (1.0, d), 'fedavgm': (0.1, d), 'fedadagrad': (0.01, adagrad),
+               'fedadam': (0.01, adam), 'fedyogi': (0.01, yogi)}  # fmt: skip
+    assert set(by_hand) == set(recipes.SERVER_OPTIMIZERS)
+    for name, (rate, length) in by_hand.items():
+        np.testing.assert_allclose(steps[name, False], rate * length, rtol=1e-5)
+        np.testing.assert_allclose(steps[name, True], 0.4 * length, rtol=1e-5)
+
+
+def test_every_loss_has_its_name():
+    assert all(getattr(losses, name) is loss for name, loss in recipes.LOSSES.items())
