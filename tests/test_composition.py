@@ -8,7 +8,6 @@ import functools
 import itertools
 
 import chex
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -43,19 +42,8 @@ from fedjax_nc.algorithms import (
 )
 from fedjax_nc.base import Variables
 from fedjax_nc.data import federate
-from fedjax_nc.models import adapter, layers
 from fedjax_nc.objective import objective
 
-
-class Normed(nn.Module):
-    """One layer with BatchNorm."""
-
-    @nn.compact
-    def __call__(self, x, mask=None, train=False):
-        return nn.relu(layers.BatchNorm(not train)(nn.Dense(8)(x), mask))
-
-
-NORMED = adapter.from_flax(Normed())
 NARROW = toys.tiny._replace(features=lambda *args: (toys.tiny.features(*args)[0][:, :3], ()))
 DATA = toys.ragged([24, 1, 40, 15])
 EACH_CLASS = federate(np.eye(5, 12, dtype=np.float32), np.arange(5), [[c] for c in range(5)])
@@ -89,7 +77,7 @@ def in_private(algorithm):
 def robust(reduce):
     """FedAvg of a model with BatchNorm, whose statistics need the same care."""
     both = dict.fromkeys(('aggregate', 'aggregate_stats'), aggregators.stacked(reduce))
-    return on_task(fedavg.algorithm, NORMED, **both)
+    return on_task(fedavg.algorithm, toys.normed, **both)
 
 
 TRAINERS = {
@@ -105,7 +93,7 @@ TRAINERS = {
     'solo': on_task(solo.algorithm),
     'fedper': on_task(fedper.algorithm),
     'fedrep': on_task(fedrep.algorithm, head_epochs=1),
-    'fedbn': on_task(fedbn.algorithm, NORMED),
+    'fedbn': on_task(fedbn.algorithm, toys.normed),
     'ditto': on_task(ditto.algorithm, personal_opt=local.sgd(0.1, 0.0, 0.0)),
     'fedproto': on_task(fedproto.algorithm),
 }
@@ -120,8 +108,8 @@ VARIANTS = {
     'fedadagrad': on_task(fedavg.algorithm, server_opt=server_optimizers.fedadagrad(0.03)),
     'fedadam': on_task(fedavg.algorithm, server_opt=server_optimizers.fedadam(0.03)),
     'fedyogi': on_task(fedavg.algorithm, server_opt=server_optimizers.fedyogi(0.03)),
-    'uniform': on_task(fedavg.algorithm, NORMED, **fedavg.UNWEIGHTED),
-    'pooled statistics': on_task(fedavg.algorithm, NORMED, aggregate_stats=aggregators.pooled_stats()),
+    'uniform': on_task(fedavg.algorithm, toys.normed, **fedavg.UNWEIGHTED),
+    'pooled statistics': on_task(fedavg.algorithm, toys.normed, aggregate_stats=aggregators.pooled_stats()),
     'median': robust(aggregators.coordinate_median),
     'trimmed mean': robust(aggregators.trimmed_mean(0.25)),
     'krum': robust(aggregators.krum(1, select=3)),  # of four clients: fewer are too unlike the rest
@@ -161,7 +149,7 @@ METHODS = {  # those that take another as their base
     'fednh': functools.partial(fednh.algorithm, toys.tiny, opt),
     'fedloge': functools.partial(fedloge.algorithm, toys.tiny, opt, frame=frames.simplex_etf),
     'creff': functools.partial(creff.algorithm, toys.tiny, opt),
-    'fedbn': functools.partial(fedbn.algorithm, objective(NORMED, heads.linear(), losses.cross_entropy), opt),
+    'fedbn': functools.partial(fedbn.algorithm, objective(toys.normed, heads.linear(), losses.cross_entropy), opt),
     **{
         name: functools.partial(ALGORITHMS[name], heads.cosine(), losses.cross_entropy)
         for name in ('fedrs', 'ratio loss', 'fedrod', 'fedaws', 'fedbabu', 'fedper', 'fedrep', 'ditto')
@@ -238,7 +226,7 @@ def test_every_algorithm_takes_aggregators_and_server_optimizers_and_can_be_priv
     ('make', 'match'),
     [
         (lambda: on_task(fedbn.algorithm)(heads.linear(), losses.cross_entropy), 'BatchNorm'),
-        (lambda: in_private(on_task(fedavg.algorithm, NORMED)(heads.linear(), losses.cross_entropy)), 'GroupNorm'),
+        (lambda: in_private(on_task(fedavg.algorithm, toys.normed)(heads.linear(), losses.cross_entropy)), 'GroupNorm'),
         (lambda: in_private(build('fedbn', 'linear')), 'GroupNorm'),
         (lambda: on_task(fedavg.algorithm, NARROW)(HEADS['frame'], losses.cross_entropy), '3 features are too few'),
     ],
@@ -260,8 +248,7 @@ def trained(algorithm):
         state, round = simulate.init(algorithm, key, data), simulate.make_round(algorithm, chunk=1)
         return state, *simulate.several(round)(jax.random.split(key, ROUNDS), state, data)
 
-    quick = {'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False}
-    return jax.jit(play, compiler_options=quick)(toys.KEY, DATA)
+    return toys.quick(play)(toys.KEY, DATA)
 
 
 def models(state):

@@ -3,7 +3,6 @@
 import functools
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,19 +39,9 @@ from fedjax_nc.algorithms import (
     solo,
 )
 from fedjax_nc.data import federate
-from fedjax_nc.models import adapter, layers
 from fedjax_nc.objective import objective
 
-
-class Normed(nn.Module):
-    """One layer with BatchNorm."""
-
-    @nn.compact
-    def __call__(self, x, mask=None, train=False):
-        return nn.relu(layers.BatchNorm(not train)(nn.Dense(8)(x), mask))
-
-
-normed = objective(adapter.from_flax(Normed()), heads.linear(), losses.cross_entropy)
+normed = objective(toys.normed, heads.linear(), losses.cross_entropy)
 
 ALGORITHMS = {
     'fedavg': fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN),
@@ -140,11 +129,6 @@ ABSENT = np.array([2, 5, 7])
 KEYS = jax.vmap(lambda t: jax.random.fold_in(toys.KEY, t))(jnp.arange(2))
 
 
-def quick(fn):
-    """`jit` for what runs a few times: most of its time would go into optimisation."""
-    return jax.jit(fn, compiler_options={'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False})
-
-
 class Play:
     """A compiled round that counts its traces, and what two rounds of it made."""
 
@@ -156,7 +140,7 @@ class Play:
             self.traces += 1
             return inner(*args)
 
-        self.round = quick(counted)
+        self.round = toys.quick(counted)
         self.before = before
         self.state, self.report = self(data)
 
@@ -214,7 +198,7 @@ def test_randomness_does_not_depend_on_who_else_takes_part(data, play):
 @pytest.mark.parametrize('algorithm', ['fedavg, noise and statistics', 'fednh', 'fedetf personal'], indirect=True)
 def test_several_rounds_in_one_call_are_the_same_rounds(algorithm, data, play):
     inner = simulate.make_round(algorithm, chunk=2)
-    together = quick(simulate.several(lambda key, state, data: inner(key, state, data, COHORT)))
+    together = toys.quick(simulate.several(lambda key, state, data: inner(key, state, data, COHORT)))
     state, reports = together(KEYS, play.before, data)
     toys.same(state, play.state, atol=2e-5)
     assert reports.loss.shape == (2,)

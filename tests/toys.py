@@ -1,11 +1,13 @@
 """Small things that tests share: a ragged population and models that fit on a line."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedjax_nc import heads, local, losses
 from fedjax_nc.base import FederatedData, Model
+from fedjax_nc.models import adapter, layers
 from fedjax_nc.objective import objective
 
 CLASSES, DIM = 5, 12
@@ -25,6 +27,11 @@ def ragged(sizes, seed=0, padding=0):
         index[k, : len(part)] = part
         counts[k] = np.bincount(y[part], minlength=CLASSES)
     return FederatedData(*map(jnp.asarray, (x, y.astype(np.int32), index, np.asarray(sizes, np.int32), counts)))
+
+
+def quick(fn):
+    """`jit` for what runs a few times: most of its time would go into optimisation."""
+    return jax.jit(fn, compiler_options={'xla_backend_optimization_level': 0, 'xla_cpu_use_fusion_emitters': False})
 
 
 def examples(data, k):
@@ -65,3 +72,14 @@ PLAN = local.Plan(batch_size=16, epochs=2)
 def same(a, b, atol=0.0):
     """Whether two trees agree, leaf by leaf."""
     jax.tree.map(lambda u, v: np.testing.assert_allclose(np.asarray(u), np.asarray(v), rtol=0, atol=atol), a, b)
+
+
+class Normed(nn.Module):
+    """One layer with BatchNorm."""
+
+    @nn.compact
+    def __call__(self, x, mask=None, train=False):
+        return nn.relu(layers.BatchNorm(not train)(nn.Dense(8)(x), mask))
+
+
+normed = adapter.from_flax(Normed())

@@ -67,14 +67,9 @@ def numbers(v):
     return {name: np.asarray(value, np.float64) for name, value in values.items()}
 
 
-def quick(fn):
-    """`jit` for what runs once or twice: most of its time would go into optimisation."""
-    return jax.jit(fn, compiler_options={'xla_backend_optimization_level': 0})
-
-
 def two_rounds(algorithm, data, cohorts=COHORTS):
     """The states before, between and after."""
-    run = quick(simulate.make_round(algorithm, chunk=1))
+    run = toys.quick(simulate.make_round(algorithm, chunk=1))
     states = [simulate.init(algorithm, toys.KEY, data)]
     for t, ids in enumerate(cohorts):
         states.append(run(jax.random.fold_in(toys.KEY, t), states[-1], data, jnp.asarray(ids))[0])

@@ -156,7 +156,7 @@ def test_gradients_of_augmented_images_see_the_batch_key(data):
     options = {'plan': toys.PLAN._replace(epochs=1), 'bias': True}
     server = creff.algorithm(toys.noisy, toys.opt, **options).init(toys.KEY, data)
 
-    @hand.quick
+    @toys.quick
     def rows(shard):
         algorithms = (creff.algorithm(toys.noisy, toys.opt, augment=augment, **options) for augment in (False, True))
         return [a.client(toys.KEY, server, (), shard)[1].gradients.rows for a in algorithms]
@@ -171,7 +171,7 @@ def test_a_round_of_nobody_keeps_the_memory(states):
     gradients = ClassRows(jnp.zeros((toys.CLASSES, toys.CLASSES * toys.DIM)), jnp.zeros(toys.CLASSES))
     base = {'delta': jax.tree.map(jnp.zeros_like, server.variables.params), 'stats': ()}
     nothing = Aggregate({'base': base, 'gradients': gradients}, jnp.float32(0), jnp.float32(0))
-    toys.same(hand.quick(algorithm.server)(toys.KEY, server, nothing).extra, server.extra)
+    toys.same(toys.quick(algorithm.server)(toys.KEY, server, nothing).extra, server.extra)
 
 
 @pytest.mark.parametrize('name', ['samples', 'draw', 'repeats'])

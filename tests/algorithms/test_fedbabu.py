@@ -19,7 +19,7 @@ def states(data):
 
 @pytest.fixture(scope='module')
 def tune():
-    return hand.quick(simulate.make_round(stage, chunk=1))
+    return toys.quick(simulate.make_round(stage, chunk=1))
 
 
 def test_the_body_learns_against_the_first_head(data, states):

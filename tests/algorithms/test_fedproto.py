@@ -93,7 +93,7 @@ def test_without_regulariser_clients_train_alone(data):
     server = one.init(toys.KEY, data)
     far = fedproto.Prototypes(server.extra.rows + 5.0, ~server.extra.valid)
 
-    @hand.quick
+    @toys.quick
     def both(shard):
         return [
             a.client(toys.KEY, server._replace(round=jnp.int32(1), extra=far), server.variables, shard)[0]

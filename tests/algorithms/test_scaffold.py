@@ -85,14 +85,9 @@ def close(got, want, atol=2e-5):
     np.testing.assert_allclose(got, want, atol=atol)
 
 
-def quick(function):
-    """Compiled without much optimization: it runs for a moment."""
-    return jax.jit(function, compiler_options={'xla_backend_optimization_level': 0})
-
-
 @functools.cache
 def compiled(algorithm):
-    return quick(simulate.make_round(algorithm, chunk=4))
+    return toys.quick(simulate.make_round(algorithm, chunk=4))
 
 
 def play(algorithm, data, cohorts=COHORTS, state=None):
@@ -201,7 +196,7 @@ def test_for_plain_sgd_the_mean_gradient_is_what_the_paper_reads_off_the_models(
     c = jax.tree.map(lambda u: 0.1 * jnp.cos(jnp.arange(u.size, dtype=jnp.float32)).reshape(u.shape), server.extra.c)
     mine = jax.tree.map(lambda u: u[..., ::-1], c)
     server = server._replace(extra=server.extra._replace(c=c))
-    new, message, info = quick(algorithm.client)(toys.KEY, server, mine, data.shard(0))
+    new, message, info = toys.quick(algorithm.client)(toys.KEY, server, mine, data.shard(0))
     tau = int(info.steps)
     assert tau == 14
     toys.same(new, jax.tree.map(lambda ck, c, d: ck - c - d / (tau * lr), mine, c, message.base.delta), atol=1e-5)
