@@ -118,7 +118,11 @@ def run(
     if store is not None and rounds_per_call > 1:
         raise ValueError('client states kept off the devices come and go between rounds: leave rounds_per_call at 1')
     if len(history) < rounds and memory_limit != math.inf:
-        held = state if store is None else state._replace(clients=store.take(np.arange(cohort or store.num_clients)))
+        held = state
+        if store is not None:  # what travels to the devices: the states of a cohort
+            members, one = cohort or store.num_clients, store.take(np.arange(1))
+            shape = lambda u: jax.ShapeDtypeStruct((members, *u.shape[1:]), u.dtype)  # noqa: E731
+            held = state._replace(clients=jax.tree.map(shape, one))
         footprint.check(algorithm, held, data, cohort=cohort, chunk=chunk, limit=memory_limit)
     executables: dict[int, Any] = {}
     compile_seconds = 0.0
