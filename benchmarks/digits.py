@@ -3,8 +3,8 @@
     python benchmarks/digits.py                                     # all of them, three seeds; needs no network
     python benchmarks/digits.py --methods fedavg fedetf --seeds 0
 
-20 clients by Dirichlet(0.1), 5 of them a round, the same small MLP, optimizer and plan for all. Methods whose files lie
-in --out are not run again. Writes METHOD.json there and digits.md, the table:
+20 clients by Dirichlet(0.1), 5 of them a round, who count alike whatever their size; the same small MLP, optimizer and
+plan for all. Methods whose files lie in --out are not run again. Writes METHOD.json there and digits.md, the table:
 
 general    the generic model on the test set, mean of the last five rounds
 personal   clients' models on test parts of their own data, mean over clients
@@ -21,15 +21,17 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import results
 
 from fedjax_nc import data, evaluate, local, models, recipes, simulate
+from fedjax_nc.algorithms import moon
 from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State
 from fedjax_nc.models import layers
 
-CLIENTS, COHORT, ALPHA, WIDTHS, TIMED = 20, 5, 0.1, (64, 64), 10
-LR, PLAN, SCALE = 0.02, local.Plan(batch_size=16, epochs=10), 4.0
+CLIENTS, COHORT, ALPHA, WIDTHS, TIMED = 20, 5, 0.1, (64, 64), 20
+LR, PLAN, SCALE, WEIGH = 0.02, local.Plan(batch_size=16, epochs=10), 4.0, 'alike'
 COLUMNS = {'general': 100, 'personal': 100, 'PM(V)': 100, 'rounds/s': 1}  # and what each is multiplied by
 
 
@@ -37,13 +39,14 @@ class Row(NamedTuple):
     method: str
     head: str | None = None
     server: str | None = None
-    norm: bool = False  # whether the MLP has BatchNorm
+    model: str = 'plain'  # the MLP; 'normed' with BatchNorm, 'projected' with MOON's projection
 
 
-ROWS = {name: Row(name, norm=name == 'fedbn') for name in recipes.RECIPES}
+ROWS = {name: Row(name, model='normed' if name == 'fedbn' else 'plain') for name in recipes.RECIPES}
 ROWS |= {f'fedavg+{head}': Row('fedavg', head=head) for head in ('cosine', 'etf', 'bare_etf')}
 ROWS |= {f'fedavg+{name}': Row('fedavg', server=name) for name in recipes.SERVER_OPTIMIZERS if name != 'sgd'}
-ROWS['fedavg+batchnorm'] = Row('fedavg', norm=True)
+ROWS['fedavg+projection'] = Row('fedavg', model='projected')  # what moon is to be compared with, and fedbn with:
+ROWS['fedavg+batchnorm'] = Row('fedavg', model='normed')
 
 
 class NormedMLP(nn.Module):
@@ -84,12 +87,15 @@ class Player:
     """A method, whose programs are compiled once for all seeds."""
 
     def __init__(self, row: Row, digits: data.Dataset, rounds: int):
-        model: Model = models.from_flax(NormedMLP() if row.norm else models.MLP(WIDTHS))
+        model: Model = models.from_flax(NormedMLP() if row.model == 'normed' else models.MLP(WIDTHS))
+        if row.model == 'projected':
+            model = moon.projected(model)
         held = recipes.auxiliary(digits.x_train, digits.y_train, digits.num_classes)
         server_opt = recipes.SERVER_OPTIMIZERS[row.server]() if row.server else None
         self.recipe = recipes.RECIPES[row.method](
-            model, local.sgd(LR), PLAN, head=row.head, server_opt=server_opt, scale=SCALE, rounds=rounds, auxiliary=held
-        )
+            model, local.sgd(LR), PLAN, head=row.head, server_opt=server_opt, scale=SCALE, rounds=rounds,
+            personal_opt=local.sgd(LR, 0.0, 0.0), auxiliary=held, weigh=WEIGH,
+        )  # fmt: skip
         self.digits, self.rounds = digits, rounds
         self.begin = jax.jit(lambda key, train: simulate.init(self.recipe.train, key, train))
         self.round = simulate.compiled(simulate.make_round(self.recipe.train, cohort=COHORT, chunk=COHORT))
@@ -109,6 +115,7 @@ class Player:
         """Trains, makes the personal models, and measures."""
         digits, recipe = self.digits, self.recipe
         k_init, k_train, k_tune = jax.random.split(jax.random.key(seed), 3)
+        took = jnp.ones(CLIENTS, bool)
         state = self.begin(k_init, scene.train)
         general = []
         for t in range(self.rounds):
@@ -118,18 +125,21 @@ class Player:
                 table = evaluate.generic(algorithm, model, digits.x_test, digits.y_test, digits.num_classes)
                 general.append(float(evaluate.accuracy(table)))
         _, own = self.delivered(k_tune, state, scene)
-        if self.personalize is not None:
+        if self.personalize is None:
+            took = simulate.participants(k_train, self.rounds, CLIENTS, COHORT)
+        else:
             own, _ = self.personalize(k_tune, recipe.enter(recipe.personalize, k_tune, own, scene.train), scene.train)
         everything = data.common_test(digits.x_test, digits.y_test, CLIENTS, digits.num_classes)
         held = evaluate.per_client(recipe.final, own, everything)
         by_class = evaluate.weighted_accuracy(held, data.class_weights(scene.train, 'present'))
-        personal = evaluate.over_clients(evaluate.per_client(recipe.final, own, scene.test))
-        found = {'personal': float(personal.mean), 'PM(V)': float(by_class.mean())}
+        tables = evaluate.per_client(recipe.final, own, scene.test)
+        personal = evaluate.over_clients(jnp.where(took[:, None, None], tables, 0)).mean
+        found = {'personal': float(personal), 'PM(V)': float(evaluate.over(by_class, took).mean)}
         return {'general': float(np.mean(general)), **found} if recipe.generic else found
 
 
 def faster(player: Player, other: Player, seed: int, scene: Scene) -> float:
-    """Rounds per second of the one over the other's, which take turns with the same cohorts."""
+    """Rounds per second of the one over the other's, which take turns, with the same cohorts: the median of rounds."""
     key = jax.random.key(seed)
     states = [p.begin(key, scene.train) for p in (player, other)]
     seconds = np.zeros((TIMED + 1, 2))
@@ -138,8 +148,8 @@ def faster(player: Player, other: Player, seed: int, scene: Scene) -> float:
             start = time.perf_counter()
             states[i], _ = jax.block_until_ready(p.round(jax.random.fold_in(key, t), states[i], scene.train))
             seconds[t, i] = time.perf_counter() - start
-    mine, others = np.median(seconds[1:], axis=0)  # the first may compile
-    return float(others / mine)
+    mine, others = seconds[1:].T  # the first may compile
+    return float(np.median(others / mine))
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:

@@ -89,6 +89,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         '--server-optimizer', choices=list(recipes.SERVER_OPTIMIZERS), help='by default plain averaging'
     )
     parser.add_argument('--server-lr', type=positive, help="by default the server optimizer's own, 1 for sgd")
+    parser.add_argument('--weigh', choices=['examples', 'alike'], help='how clients count; by default as published')
     parser.add_argument('--model', choices=list(MODELS), help='by default resnet20, and mlp for digits')
     parser.add_argument('--norm', choices=['batch', 'group'], default='batch', help='of ResNets and MobileNet')
     parser.add_argument('--clients', type=count, default=20)
@@ -101,6 +102,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--lr', type=positive, help='by default 0.04, 0.01 for cifar100 and 0.02 for digits')
     parser.add_argument('--momentum', type=number(float, 0, 1), default=0.9)
     parser.add_argument('--weight-decay', type=number(float, 0), default=5e-4)
+    parser.add_argument('--lr-decay', type=number(float, 0, 1, open_low=True), default=1.0, help='factor a round')
+    parser.add_argument('--clip', type=positive, help='largest norm of a gradient')
     parser.add_argument('--seed', type=number(int, 0, 2**31 - 1), default=0)
     parser.add_argument(
         '--clients-per-chunk', type=count, help='clients side by side; chosen for the device by default'
@@ -185,7 +188,8 @@ def build(args: argparse.Namespace, dataset: data.Dataset) -> recipes.Recipe:
     module = MODELS[args.model](dtype=jnp.dtype(args.precision), **norm)
     plan = local.Plan(args.batch_size, args.local_epochs)
     etf = ETF.get(args.model, {})
-    client_opt = local.sgd(args.lr, args.momentum, args.weight_decay)
+    client_opt = local.sgd(args.lr, args.momentum, args.weight_decay, args.lr_decay, args.clip)
+    personal_opt = local.sgd(args.lr, 0.0, 0.0, args.lr_decay)
     server_opt = None
     if args.server_optimizer or args.server_lr:
         rate = {'lr': args.server_lr} if args.server_lr else {}
@@ -195,7 +199,7 @@ def build(args: argparse.Namespace, dataset: data.Dataset) -> recipes.Recipe:
         held = recipes.auxiliary(dataset.x_train, dataset.y_train, dataset.num_classes)
     return recipes.RECIPES[args.algorithm](
         models.from_flax(module), client_opt, plan, head=args.head, loss=args.loss, server_opt=server_opt,
-        rounds=args.rounds, auxiliary=held, **etf,
+        personal_opt=personal_opt, rounds=args.rounds, auxiliary=held, weigh=args.weigh, **etf,
     )  # fmt: skip
 
 
@@ -227,7 +231,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         return recipe.calibrate, calibrate(k_tune, begun, train)[0]
 
     def personal_models(state: base.State) -> evaluate.OverClients:
-        return evaluate.over_clients(evaluate.per_client(recipe.train, state, test))
+        """Those of clients that have taken part: the others have only what all began with."""
+        took = simulate.participants(k_train, state.server.round, args.clients, cohort)
+        tables = evaluate.per_client(recipe.train, state, test)
+        return evaluate.over_clients(jnp.where(took[:, None, None], tables, 0))
 
     def general(state: base.State) -> dict[str, Any]:
         if not recipe.generic:

@@ -77,8 +77,12 @@ def per_client(
       batch_size: examples at a time.
 
     Raises:
-      ValueError: if the model and the data have other numbers of classes.
+      ValueError: if the model and the data have other numbers of classes, or the state and the data of clients.
     """
+    for what, found in (('the state has', state.clients), ('`allowed` has rows for', allowed)):
+        sizes = {len(u) for u in jax.tree.leaves(found)} - {data.num_clients}
+        if sizes:
+            raise ValueError(f'{what} {sizes.pop()} clients, and the data have {data.num_clients}')
 
     def one(args: tuple[Array, Array, Array | None]) -> Array:
         i, client, known = args

@@ -47,22 +47,39 @@ def sgd(
     taken over everything that is trained.
 
     Raises:
-      ValueError: for a negative rate, momentum or weight decay.
+      ValueError: for a negative rate, weight decay or `decay`, a momentum outside [0, 1), a `clip` that is not
+        positive.
     """
-    for name, value in (('lr', lr), ('momentum', momentum), ('weight_decay', weight_decay), ('clip', clip)):
+    for name, value in (('lr', lr), ('weight_decay', weight_decay), ('decay', decay)):
         if isinstance(value, int | float) and not value >= 0:
             raise ValueError(f'{name} must not be negative: {value}')
+    if not 0 <= momentum < 1:
+        raise ValueError(f'momentum must lie in [0, 1), not {momentum}')
+    clipped = clipping(clip)
 
     def at(round: Array) -> optax.GradientTransformation:
         rate = lr * jnp.asarray(decay, jnp.float32) ** round
         return optax.chain(
-            optax.identity() if clip is None else optax.clip_by_global_norm(clip),
+            clipped,
             optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
             optax.trace(momentum) if momentum else optax.identity(),
             optax.scale_by_learning_rate(rate),
         )
 
     return at
+
+
+def clipping(norm: float | None) -> optax.GradientTransformation:
+    """Scales a gradient down to that norm over all its leaves; None for no limit.
+
+    Raises:
+      ValueError: for a norm that is not positive.
+    """
+    if norm is None:
+        return optax.identity()
+    if not norm > 0:
+        raise ValueError(f'clip must be positive, not {norm}: None clips nothing')
+    return optax.clip_by_global_norm(norm)
 
 
 @jax.named_scope('shuffle')

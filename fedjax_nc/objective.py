@@ -20,6 +20,9 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
     """The task of every client: `loss(head(model(x)), y)`.
 
     `params` of its Variables has the entries 'body' and 'head', `fixed` is the head's.
+
+    Raises:
+      ValueError: on `init`, for parameters of less than float32.
     """
 
     def init(key: Array, data: FederatedData) -> Variables:
@@ -28,6 +31,12 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
         body, stats = model.init(kb, x)
         z, _ = jax.eval_shape(lambda x: model.features(body, stats, x, None, None), x)
         params, fixed = head.init(kh, z.shape[-1], data.num_classes)
+        low = {str(u.dtype) for u in jax.tree.leaves((body, params)) if u.dtype in (jnp.bfloat16, jnp.float16)}
+        if low:
+            raise ValueError(
+                f"parameters of {', '.join(low)}: updates and server states need float32, set the dtype of the model's "
+                'computations instead'
+            )
         return Variables({'body': body, 'head': params}, stats, fixed)
 
     def features(v: Variables, batch: Batch) -> tuple[Array, Tree]:

@@ -1,4 +1,4 @@
-"""User-level differential privacy, under any algorithm.
+"""User-level differential privacy, under any algorithm whose messages are changes.
 
 Learning Differentially Private Recurrent Language Models.
 McMahan, Ramage, Talwar, Zhang. ICLR 2018. https://arxiv.org/abs/1710.06963
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_nc import aggregators, tree
+from fedjax_nc.algorithms import fednova
 from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Shard, Tree
 
 
@@ -27,16 +28,19 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     algorithm then goes on as if each of M clients had sent the noisy mean, so that its own aggregator, be it a sum or a
     median, sees nothing else; M stands for the numbers of examples and of clients too. What clients keep for themselves
     is not noisy and not to be published, and neither are the reports of rounds, which are for the person who simulates.
+    Nor is it clipped: SCAFFOLD's and FedDyn's servers follow the noisy changes of what clients keep exactly.
 
     Args:
-      algorithm: one whose server works with means or sums of messages.
+      algorithm: one whose server works with means or sums of messages. Means by class and FedNova's directions are
+        weighted before they are summed, which noisy weights do not allow.
       clip: S, such as the median norm of messages.
       noise_multiplier: z; 0 clips without privacy. See `epsilon` for what it buys.
       cohort: M, the fixed denominator: clients a round, as given to `simulate.make_round`.
 
     Raises:
       ValueError: if S is not positive and finite, z negative, or M below 1; when a state is made, for a model with
-        running statistics: they are not changes, and clipping would destroy them.
+        running statistics: they are not changes, and clipping would destroy them; in the first round, for messages
+        that are weighted.
     """
     if not 0 < clip < float('inf'):
         raise ValueError(f'clip must be positive and finite, not {clip}')
@@ -52,6 +56,13 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
 
     def client(key: Array, server: Tree, client: Tree, shard: Shard) -> tuple[Tree, Tree, Info]:
         client, message, info = algorithm.client(key, server, client, shard)
+        kinds = (aggregators.ClassRows, fednova.Message)
+        weighted = jax.tree.leaves(message, is_leaf=lambda u: isinstance(u, kinds))
+        if any(isinstance(u, kinds) for u in weighted):
+            raise ValueError(
+                'this algorithm weighs what clients send, by class or by their steps, before it is summed: in private '
+                'use one that sends changes of a model alone, such as fedavg'
+            )
         return client, clipped(message, clip), info
 
     def server(key: Array, server: Tree, aggregate: Aggregate) -> Tree:

@@ -1,7 +1,8 @@
 """Algorithms by name, for scripts that put them side by side. Programs call the factories themselves.
 
 Model, optimizer, plan and first temperature are given and the same for all, whatever each paper took; the rest are the
-factories' defaults. Head, loss and server optimizer are a choice where a method does not bring its own.
+factories' defaults. Head, loss and server optimizer are a choice where a method does not bring its own; clients are
+weighed as each method has it, unless `weigh` says how for all.
 """
 
 import functools
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import optax
 
+from fedjax_nc import aggregators, frames, heads, losses, server_optimizers, simulate
 from fedjax_nc import algorithms as alg
-from fedjax_nc import frames, heads, losses, server_optimizers, simulate
 from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Loss, Model, Objective, State
 from fedjax_nc.data import federate
 from fedjax_nc.local import ClientOptimizer, Plan
@@ -47,6 +48,7 @@ class Setup(NamedTuple):
 
     model: Model
     client_opt: ClientOptimizer
+    personal_opt: ClientOptimizer
     plan: Plan
     head: Head
     learned: bool  # whether the head's class vectors are
@@ -56,6 +58,7 @@ class Setup(NamedTuple):
     scale: float
     rounds: int
     auxiliary: FederatedData | None
+    weigh: str | None
 
     @property
     def task(self) -> Objective:
@@ -63,7 +66,7 @@ class Setup(NamedTuple):
 
     @property
     def common(self) -> dict[str, Any]:
-        return {'plan': self.plan, 'server_opt': self.server_opt}
+        return {'plan': self.plan, 'server_opt': self.server_opt, **WEIGHTS[self.weigh]}
 
     def finetune(self, task: Objective | None = None, **kwargs: Any) -> Algorithm:
         """One more local update, which gives personal models to a method without any."""
@@ -100,6 +103,13 @@ SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 """(rate, by default that of its paper) -> optimizer."""
 
+WEIGHTS: dict[str | None, dict[str, Any]] = {
+    None: {},
+    'examples': {'aggregate': aggregators.mean, 'aggregate_stats': aggregators.mean},
+    'alike': alg.fedavg.UNWEIGHTED,
+}
+"""How clients are weighed: as the method has it, by their numbers of examples, or all alike."""
+
 LEARNED = ('linear', 'unbiased', 'unit_norm', 'cosine')  # heads whose class vectors are trained
 OF_COSINES = {'heads': ('cosine', 'etf', 'prototypes'), 'losses': ('positive', 'dot_regression')}
 
@@ -127,10 +137,12 @@ class Method(NamedTuple):
         head: str | None = None,
         loss: str | None = None,
         server_opt: optax.GradientTransformation | None = None,
+        personal_opt: ClientOptimizer | None = None,
         dim: int | None = None,
         scale: float = 1.0,
         rounds: int = 200,
         auxiliary: FederatedData | None = None,
+        weigh: str | None = None,
     ) -> Recipe:
         """The method's recipe. It ignores what it has no use for, but for a head, loss or server optimizer.
 
@@ -141,15 +153,20 @@ class Method(NamedTuple):
           head: one of `heads`; by default the method's own.
           loss: one of `losses`; by default the method's own.
           server_opt: by default plain averaging.
+          personal_opt: of Ditto's second models and FedROD's personal heads, by default the same as `client_opt`; as
+            published, plain SGD of the same rate.
           dim: dimension of the projected ETF.
           scale: first temperature of heads that compare angles.
           rounds: how long training will be.
           auxiliary: the server's own examples, one client a class, which Ratio Loss needs; see `auxiliary`.
+          weigh: one of `WEIGHTS`; by default as the method has it.
 
         Raises:
           ValueError: for a choice that the method does not have; it says which there are.
         """
         head, loss = head or self.heads[0], loss or self.losses[0]
+        if weigh not in WEIGHTS:
+            raise ValueError(f"clients are weighed by 'examples' or 'alike', not by {weigh!r}")
         for what, given, known in (('head', head, self.heads), ('loss', loss, self.losses)):
             if given not in known:
                 raise ValueError(f'{self.name} has no {what} {given!r}, it takes {" or ".join(known)}')
@@ -161,7 +178,8 @@ class Method(NamedTuple):
             possible = [method.name for method in RECIPES.values() if method.server]
             raise ValueError(f'{self.name} has no server model to optimize; these have one: {", ".join(possible)}')
         made, learned = HEADS[head](dim, 1.0 if angular else scale, not angular), head in LEARNED
-        setup = Setup(model, client_opt, plan, made, learned, LOSSES[loss], server_opt, dim, scale, rounds, auxiliary)
+        opts, values = (client_opt, personal_opt or client_opt), LOSSES[loss]
+        setup = Setup(model, *opts, plan, made, learned, values, server_opt, dim, scale, rounds, auxiliary, weigh)
         return self.make(setup)
 
 
@@ -179,13 +197,39 @@ def shared(factory: Callable[..., Algorithm], **kwargs: Any) -> Callable[[Setup]
 
 
 def private(factory: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
-    """A method whose clients keep personal models, or parts of them, from round to round."""
-    return lambda s: Recipe(factory(s.task, s.client_opt, **s.common))
+    """A method whose clients keep parts of models. Their personal models are those of their latest local work, whole:
+    what stayed behind does not fit what the others have made of the rest since."""
+    return lambda s: Recipe(alg.latest.keep(factory(s.task, s.client_opt, **s.common)))
 
 
-def lonely(factory: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
-    """A method whose clients keep everything, so that there is no generic model."""
-    return lambda s: Recipe(factory(s.task, s.client_opt, plan=s.plan), generic=False)
+def ditto_recipe(s: Setup) -> Recipe:
+    """Ditto, whose clients keep whole personal models."""
+    return Recipe(alg.ditto.algorithm(s.task, s.client_opt, personal_opt=s.personal_opt, **s.common))
+
+
+def fedrep_recipe(s: Setup) -> Recipe:
+    """FedRep with as many epochs for the head as for the body."""
+    train = alg.fedrep.algorithm(s.task, s.client_opt, head_epochs=s.plan.epochs, **s.common)
+    return Recipe(alg.latest.keep(train))
+
+
+def fedproto_recipe(s: Setup) -> Recipe:
+    """FedProto, where weighing clients by examples means their class means."""
+    weigh = 'counts' if s.weigh == 'examples' else 'holders'
+    return Recipe(alg.fedproto.algorithm(s.task, s.client_opt, weigh=weigh, plan=s.plan), generic=False)
+
+
+def solo_recipe(s: Setup) -> Recipe:
+    """Local training. Where few clients take part in a round, a falling rate falls for those who do not, too."""
+    return Recipe(alg.solo.algorithm(s.task, s.client_opt, plan=s.plan), generic=False)
+
+
+def feddyn_recipe(s: Setup) -> Recipe:
+    """FedDyn, which weighs clients by its penalty: its means are plain."""
+    train = alg.feddyn.algorithm(
+        s.task, s.client_opt, by_examples=s.weigh == 'examples', plan=s.plan, server_opt=s.server_opt
+    )
+    return Recipe(train, s.finetune())
 
 
 def fedprox_recipe(s: Setup) -> Recipe:
@@ -205,10 +249,15 @@ def fedrs_recipe(s: Setup) -> Recipe:
 
 
 def ratioloss_recipe(s: Setup) -> Recipe:
-    """Ratio Loss; personal models are tuned under the last weights."""
+    """Ratio Loss with ratios up to C; personal models are tuned under the last weights.
+
+    Balanced classes have ratios about C - 1. The published limit of 5,000 goes with a rate of 0.001: weights of
+    hundreds, as they come where clients lack classes, multiply the rate.
+    """
     if s.auxiliary is None:
         raise ValueError('ratioloss needs examples of every class on the server: pass auxiliary=recipes.auxiliary(...)')
-    train = alg.ratioloss.algorithm(s.model, s.client_opt, auxiliary=s.auxiliary, head=s.head, **s.common)
+    cap = s.auxiliary.num_classes
+    train = alg.ratioloss.algorithm(s.model, s.client_opt, auxiliary=s.auxiliary, cap=cap, head=s.head, **s.common)
     return Recipe(train, s.finetune(alg.ratioloss.weighing(s.task)))
 
 
@@ -229,9 +278,11 @@ def creff_recipe(s: Setup) -> Recipe:
 
 
 def fedrod_recipe(s: Setup) -> Recipe:
-    """FedROD with private linear heads. Under an ETF, of which there is nothing to copy, they start at zero."""
+    """FedROD with private linear heads on the clients' latest models. Under an ETF, of which there is nothing to copy,
+    they start at zero."""
     personal = alg.fedrod.linear('generic' if s.learned else 'zeros')
-    return Recipe(alg.fedrod.algorithm(s.model, s.client_opt, head=s.head, personal=personal, **s.common))
+    kwargs = {'head': s.head, 'personal': personal, 'personal_opt': s.personal_opt, **s.common}
+    return Recipe(alg.latest.keep(alg.fedrod.algorithm(s.model, s.client_opt, **kwargs)))
 
 
 def fedetf_recipe(s: Setup) -> Recipe:
@@ -278,7 +329,7 @@ RECIPES: dict[str, Method] = {
         Method('fedprox', fedprox_recipe),
         Method('scaffold', shared(alg.scaffold.algorithm)),
         Method('fednova', shared(alg.fednova.algorithm)),
-        Method('feddyn', shared(alg.feddyn.algorithm)),
+        Method('feddyn', feddyn_recipe),
         Method('moon', moon_recipe),
         Method('fedmmd', shared(alg.fedmmd.algorithm)),
         Method('fedrs', fedrs_recipe, ('unbiased', *(h for h in HEADS if h != 'unbiased')), ('restricted_softmax',)),
@@ -293,12 +344,12 @@ RECIPES: dict[str, Method] = {
         Method('fedloge', fedloge_recipe, ('sparse_etf',), CE),
         Method('fedbabu', fedbabu_recipe, LEARNED),
         Method('fedper', private(alg.fedper.algorithm), (*LEARNED, 'etf')),
-        Method('fedrep', private(alg.fedrep.algorithm), (*LEARNED, 'etf')),
+        Method('fedrep', fedrep_recipe, (*LEARNED, 'etf')),
         Method('fedbn', private(alg.fedbn.algorithm)),
-        Method('ditto', private(alg.ditto.algorithm)),
+        Method('ditto', ditto_recipe),
         Method('fedrod', fedrod_recipe, ('unbiased', 'linear', 'unit_norm', 'cosine', 'etf', 'bare_etf'), BALANCED),
-        Method('fedproto', lonely(alg.fedproto.algorithm), server=False),
-        Method('solo', lonely(alg.solo.algorithm), server=False),
+        Method('fedproto', fedproto_recipe, server=False),
+        Method('solo', solo_recipe, server=False),
     )
 }
 """Every method. FedAvg with the head 'etf' and the loss 'balanced_softmax' is FedETF before personalisation, and with

@@ -35,6 +35,7 @@ def fedavgm(lr: Rate = 0.1, beta: Array | float = 0.9) -> optax.GradientTransfor
     Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification.
     Hsu, Qi, Brown. arXiv 2019. https://arxiv.org/abs/1909.06335
     """
+    within(beta=beta)
     return optax.sgd(lr, momentum=beta)
 
 
@@ -47,6 +48,7 @@ def fedadam(
     lr: Rate = 1e-2, b1: Array | float = 0.9, b2: Array | float = 0.99, tau: Array | float = 1e-3
 ) -> optax.GradientTransformation:
     """FedAdam: `v <- b2 v + (1 - b2) Delta^2`."""
+    within(b2=b2)
     return adaptive(lambda v, square: b2 * v + (1 - b2) * square, lr, b1, tau)
 
 
@@ -54,7 +56,15 @@ def fedyogi(
     lr: Rate = 1e-2, b1: Array | float = 0.9, b2: Array | float = 0.99, tau: Array | float = 1e-3
 ) -> optax.GradientTransformation:
     """FedYogi: `v <- v - (1 - b2) Delta^2 sign(v - Delta^2)`."""
+    within(b2=b2)
     return adaptive(lambda v, square: v - (1 - b2) * square * jnp.sign(v - square), lr, b1, tau)
+
+
+def within(**shares: Array | float) -> None:
+    """Raises ValueError for a number outside [0, 1)."""
+    for name, value in shares.items():
+        if isinstance(value, int | float) and not 0 <= value < 1:
+            raise ValueError(f'{name} must lie in [0, 1), not {value}')
 
 
 def adaptive(
@@ -69,8 +79,9 @@ def adaptive(
       tau: what keeps coordinates that hardly moved from large steps.
 
     Raises:
-      ValueError: for a `tau` that is not positive.
+      ValueError: for a `tau` that is not positive, or a `b1` outside [0, 1).
     """
+    within(b1=b1)
     if isinstance(tau, int | float) and not tau > 0:
         raise ValueError(f'tau must be positive, not {tau}: steps are divided by it where nothing has moved')
 

@@ -205,6 +205,18 @@ def choose(key: Array, population: int, cohort: int | None) -> Array:
     return jax.lax.fori_loop(0, cohort, step, jnp.full(cohort, population, draws.dtype))
 
 
+def participants(key: Array, rounds: Array | int, population: int, cohort: int | None) -> Array:
+    """Who took part in any of a run's first rounds, of which round t had the key `fold_in(key, t)`: [K] bool.
+
+    Personal models of the others are still what all began with, and no part of an average.
+    """
+
+    def join(t: Array, seen: Array) -> Array:
+        return seen.at[choose(cohort_key(jax.random.fold_in(key, t)), population, cohort)].set(True)
+
+    return jax.lax.fori_loop(0, rounds, join, jnp.zeros(population, bool))
+
+
 def lanes_of(one: Callable[..., Any]) -> Callable[..., Any]:
     """vmap, except that a single lane is run as it is: convolutions stay ordinary ones."""
 

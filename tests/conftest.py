@@ -1,3 +1,9 @@
+import os
+
+# Programs here run a few times on little data: most of their time would go into optimising them. To have them as users
+# do, set XLA_FLAGS to nothing. This comes before anything imports jax.
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false')
+
 import pytest
 import toys
 

@@ -45,6 +45,9 @@ from fedjax_nc.data import federate
 from fedjax_nc.objective import objective
 
 NARROW = toys.tiny._replace(features=lambda *args: (toys.tiny.features(*args)[0][:, :3], ()))
+HALVED = toys.tiny._replace(
+    init=lambda key, x: (jax.tree.map(lambda u: u.astype('bfloat16'), toys.tiny.init(key, x)[0]), ())
+)
 DATA = toys.ragged([24, 1, 40, 15])
 EACH_CLASS = federate(np.eye(5, 12, dtype=np.float32), np.arange(5), [[c] for c in range(5)])
 PLAN, ROUNDS = local.Plan(batch_size=8, epochs=1), 12
@@ -218,7 +221,7 @@ def test_every_algorithm_takes_aggregators_and_server_optimizers_and_can_be_priv
             build(name, 'cosine', **how)
         del how['aggregate']
     assert keeps_structure(build(name, 'cosine', **how))
-    if name != 'fedbn':
+    if name not in ('fedbn', 'fednova'):
         assert keeps_structure(in_private(build(name, 'cosine')))
 
 
@@ -228,6 +231,7 @@ def test_every_algorithm_takes_aggregators_and_server_optimizers_and_can_be_priv
         (lambda: on_task(fedbn.algorithm)(heads.linear(), losses.cross_entropy), 'BatchNorm'),
         (lambda: in_private(on_task(fedavg.algorithm, toys.normed)(heads.linear(), losses.cross_entropy)), 'GroupNorm'),
         (lambda: in_private(build('fedbn', 'linear')), 'GroupNorm'),
+        (lambda: on_task(fedavg.algorithm, HALVED)(heads.linear(), losses.cross_entropy), 'parameters of bfloat16'),
         (lambda: on_task(fedavg.algorithm, NARROW)(HEADS['frame'], losses.cross_entropy), '3 features are too few'),
     ],
 )
@@ -248,7 +252,7 @@ def trained(algorithm):
         state, round = simulate.init(algorithm, key, data), simulate.make_round(algorithm, chunk=1)
         return state, *simulate.several(round)(jax.random.split(key, ROUNDS), state, data)
 
-    return toys.quick(play)(toys.KEY, DATA)
+    return jax.jit(play)(toys.KEY, DATA)
 
 
 def models(state):

@@ -1,6 +1,7 @@
 """What every algorithm and stage must do, whatever it is: add yours to the list."""
 
 import functools
+import inspect
 
 import chex
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import aggregators, frames, heads, local, losses, privacy, server_optimizers, simulate
+from fedjax_nc import aggregators, checkpoints, frames, heads, local, losses, privacy, server_optimizers, simulate
 from fedjax_nc.algorithms import (
     ccvr,
     creff,
@@ -140,7 +141,7 @@ class Play:
             self.traces += 1
             return inner(*args)
 
-        self.round = toys.quick(counted)
+        self.round = jax.jit(counted)
         self.before = before
         self.state, self.report = self(data)
 
@@ -198,16 +199,25 @@ def test_randomness_does_not_depend_on_who_else_takes_part(data, play):
 @pytest.mark.parametrize('algorithm', ['fedavg, noise and statistics', 'fednh', 'fedetf personal'], indirect=True)
 def test_several_rounds_in_one_call_are_the_same_rounds(algorithm, data, play):
     inner = simulate.make_round(algorithm, chunk=2)
-    together = toys.quick(simulate.several(lambda key, state, data: inner(key, state, data, COHORT)))
+    together = jax.jit(simulate.several(lambda key, state, data: inner(key, state, data, COHORT)))
     state, reports = together(KEYS, play.before, data)
     toys.same(state, play.state, atol=2e-5)
     assert reports.loss.shape == (2,)
 
 
+def test_resumed_from_a_checkpoint_it_goes_on_bit_for_bit(data, play, tmp_path):
+    files = checkpoints.Files(tmp_path)
+    files.save(1, play.round(KEYS[0], play.before, data, COHORT)[0], toys.KEY, [{'round': 1.0}])
+    _, restored = files.restore(play.before, toys.KEY)
+    toys.same(play.round(KEYS[1], restored, data, COHORT)[0], play.state)
+
+
 def test_a_round_of_nobody_moves_no_parameter(data, play):
     none = data._replace(size=jnp.zeros_like(data.size), counts=jnp.zeros_like(data.counts))
     after, _ = play(none)
-    toys.same(play.before.server.variables.params, after.server.variables.params)
+    for part in ('params', 'stats'):
+        toys.same(*(getattr(s.server.variables, part) for s in (play.before, after)))
+    toys.same(*(getattr(s.server, 'opt', ()) for s in (play.before, after)))
     chex.assert_tree_all_finite(after)
 
 
@@ -228,3 +238,44 @@ def test_fixed_parts_never_move(request, play):
     if request.node.callspec.params['algorithm'] in MOVE_FIXED:
         before, after = (f.get('head', ()) for f in (before, after))
     toys.same(before, after)
+
+
+PUBLISHED = {  # what a paper or its released code takes, where the factory does not ask for it
+    (ditto.algorithm, 'lam'): 0.75,
+    (ditto.algorithm, 'clip'): 10.0,
+    (fedproto.algorithm, 'lam'): 0.1,
+    (fedrep.algorithm, 'head_epochs'): 10,
+    (creff.algorithm, 'samples'): 100,
+    (creff.algorithm, 'match_steps'): 100,
+    (creff.algorithm, 'match_lr'): 0.01,
+    (creff.algorithm, 'draw'): 64,
+    (creff.algorithm, 'repeats'): 10,
+    (feddyn.algorithm, 'alpha'): 0.01,
+    (fedmmd.algorithm, 'lam'): 0.01,
+    (fedrs.algorithm, 'alpha'): 0.5,
+    (fedaws.algorithm, 'margin'): 0.8,
+    (fedaws.algorithm, 'steps'): 30,
+    (moon.algorithm, 'temperature'): 0.5,
+    (ratioloss.algorithm, 'beta'): 0.1,
+    (scaffold.algorithm, 'option'): 'II',
+    (server_optimizers.fedavgm, 'lr'): 0.1,
+    (server_optimizers.fedavgm, 'beta'): 0.9,
+    (server_optimizers.fedyogi, 'b1'): 0.9,
+    (server_optimizers.fedyogi, 'b2'): 0.99,
+    (server_optimizers.fedadagrad, 'tau'): 1e-3,
+}
+
+
+@pytest.mark.parametrize(('factory', 'name'), PUBLISHED, ids=lambda u: u if isinstance(u, str) else u.__module__)
+def test_defaults_are_the_published_ones(factory, name):
+    assert inspect.signature(factory).parameters[name].default == PUBLISHED[factory, name]
+
+
+@pytest.mark.parametrize('factory', [ditto.algorithm, fedrod.algorithm])
+def test_personal_parts_take_plain_steps_of_the_falling_rate(factory):
+    opt = inspect.signature(factory).parameters['personal_opt'].default(jnp.int32(2))
+    params = {'w': jnp.full(3, 50.0)}
+    state = opt.init(params)
+    for _ in range(2):  # neither momentum nor decay nor clipping
+        update, state = opt.update({'w': jnp.full(3, 7.0)}, state, params)
+        np.testing.assert_allclose(update['w'], -0.01 * 0.99**2 * 7.0, rtol=1e-6)

@@ -10,7 +10,7 @@ import pytest
 import toys
 
 from fedjax_nc import aggregators, local, privacy, simulate
-from fedjax_nc.algorithms import fedavg, fednh
+from fedjax_nc.algorithms import fedavg, feddyn, fednh, fednova, fedproto, scaffold
 from fedjax_nc.base import Aggregate
 
 CLIP, COHORT = 0.5, 5
@@ -104,19 +104,47 @@ def test_messages_that_are_not_finite_are_dropped_and_small_ones_kept():
 
 
 def test_a_method_with_messages_of_its_own_can_be_private(data):
-    inner = fednh.algorithm(toys.tiny, toys.opt, plan=PLAN)
+    inner = scaffold.algorithm(toys.task, toys.opt, plan=PLAN)
     algorithm = privacy.private(inner, clip=1.0, noise_multiplier=0.1, cohort=2)
     state = simulate.init(algorithm, toys.KEY, data)
 
     @jax.jit
     def alone(server, shard):
-        message = algorithm.client(toys.KEY, server, (), shard)[1]
+        message = algorithm.client(toys.KEY, server, state.server.extra.c, shard)[1]
         return message, algorithm.server(toys.KEY, server, Aggregate(message, jnp.float32(33), jnp.float32(1)))
 
     message, after = alone(state.server, data.shard(3))
     assert sum((u**2).sum() for u in leaves(message)) < 1.0001
     assert all(np.isfinite(u).all() for u in leaves(after))
-    assert np.abs(after.variables.fixed['w'] - state.server.variables.fixed['w']).max() > 1e-3
+    moved = [np.abs(a - b).max() for a, b in zip(leaves(after.extra.c), leaves(state.server.extra.c), strict=True)]
+    assert max(moved) > 1e-3
+
+
+def test_the_server_counts_as_many_clients_as_the_denominator(data):
+    """FedDyn's mean dual moves by the cohort's share of the population times the mean change."""
+    kwargs = {'alpha': 0.1, 'plan': PLAN}
+    inner = feddyn.algorithm(toys.task, toys.opt, **kwargs)
+    algorithm = privacy.private(inner, clip=1e6, noise_multiplier=0.0, cohort=len(IDS))
+    one, other = (
+        jax.jit(simulate.make_round(a, chunk=1))(toys.KEY, simulate.init(a, toys.KEY, data), data, jnp.array(IDS))[0]
+        for a in (inner, algorithm)
+    )
+    toys.same(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: fednh.algorithm(toys.tiny, toys.opt, plan=PLAN),
+        lambda: fedproto.algorithm(toys.task, toys.opt, plan=PLAN),
+        lambda: fednova.algorithm(toys.task, toys.opt, plan=PLAN),
+    ],
+)
+def test_messages_that_are_weighted_are_refused(data, make):
+    algorithm = privacy.private(make(), clip=1.0, noise_multiplier=1.0, cohort=5)
+    state = simulate.init(algorithm, toys.KEY, data)
+    with pytest.raises(ValueError, match='sends changes of a model alone'):
+        jax.eval_shape(simulate.make_round(algorithm, chunk=1), toys.KEY, state, data)
 
 
 def test_running_statistics_are_refused(data):

@@ -14,9 +14,9 @@ from fedjax_nc.base import Aggregate
 
 DELTAS = [{'w': np.array([[0.3, -0.02], [0.0, 4.0]]), 'b': np.array(scale)} for scale in (0.5, -1.0, 1e-4, 0.0)]
 FOLLOW = {
-    'fedadagrad': lambda v, d: v + d**2,
-    'fedyogi': lambda v, d: v - 0.01 * d**2 * np.sign(v - d**2),
-    'fedadam': lambda v, d: 0.99 * v + 0.01 * d**2,
+    'fedadagrad': lambda v, d, rest: v + d**2,
+    'fedyogi': lambda v, d, rest: v - rest * d**2 * np.sign(v - d**2),
+    'fedadam': lambda v, d, rest: (1 - rest) * v + rest * d**2,
 }
 
 
@@ -31,16 +31,18 @@ def follow(opt):
 
 
 @pytest.mark.parametrize('name', FOLLOW)
-@pytest.mark.parametrize('options', [{}, {'lr': 0.3, 'b1': 0.5, 'tau': 0.1}])
+@pytest.mark.parametrize('options', [{}, {'lr': 0.3, 'b1': 0.5, 'b2': 0.8, 'tau': 0.1}])
 def test_adaptive(name, options):
+    if name == 'fedadagrad':
+        options = {key: value for key, value in options.items() if key != 'b2'}
     got, _ = follow(getattr(servers, name)(**options))
-    lr, tau = options.get('lr', 1e-2), options.get('tau', 1e-3)
+    lr, tau, rest = options.get('lr', 1e-2), options.get('tau', 1e-3), 1 - options.get('b2', 0.99)
     b1 = options.get('b1', 0.0 if name == 'fedadagrad' else 0.9)
     for leaf in ('w', 'b'):
         theta, m, v = 1.0, 0.0, tau**2
         for delta in DELTAS:
             m = b1 * m + (1 - b1) * delta[leaf]
-            v = FOLLOW[name](v, delta[leaf])
+            v = FOLLOW[name](v, delta[leaf], rest)
             theta = theta + lr * m / (np.sqrt(v) + tau)
         np.testing.assert_allclose(got[leaf], theta, rtol=1e-5)
 
@@ -81,11 +83,21 @@ def test_a_frozen_frame_is_not_the_servers_business(data):
     algorithm = fedetf.algorithm(toys.tiny, toys.opt, plan=toys.PLAN, server_opt=servers.fedadam(0.1))
     state = simulate.init(algorithm, toys.KEY, data)
     round = simulate.make_round(algorithm, cohort=4, chunk=4)
-    after, _ = toys.quick(round)(toys.KEY, state, data)
+    after, _ = jax.jit(round)(toys.KEY, state, data)
     before, after = state.server, after.server
     toys.same(before.variables.fixed, after.variables.fixed)
     assert np.abs(before.variables.params['body']['w'] - after.variables.params['body']['w']).max() > 1e-3
     assert jax.tree.structure(after.opt[0].v) == jax.tree.structure(after.variables.params)
+
+
+@pytest.mark.parametrize(
+    ('make', 'wrong'),
+    [(servers.fedavgm, 'beta'), (servers.fedadagrad, 'b1'), (servers.fedadam, 'b2'), (servers.fedyogi, 'b2')],
+)
+def test_inertia_lies_below_one(make, wrong):
+    for value in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=f'{wrong} must lie in'):
+            make(**{wrong: value})
 
 
 def test_no_tau_is_refused():

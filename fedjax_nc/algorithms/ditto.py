@@ -19,7 +19,7 @@ import optax
 from fedjax_nc import tree
 from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import Algorithm, Array, Info, Objective, Shard, Tree, Variables
-from fedjax_nc.local import ClientOptimizer, Plan, joined, sgd
+from fedjax_nc.local import ClientOptimizer, Plan, clipping, joined, sgd
 from fedjax_nc.objective import predict as logits
 
 
@@ -60,8 +60,11 @@ def algorithm(
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
 
     Raises:
-      ValueError: for another `reference`.
+      ValueError: for another `reference`, a negative `lam`, or a `clip` that is not positive.
     """
+    if isinstance(lam, int | float) and not lam >= 0:
+        raise ValueError(f'lam must not be negative: {lam}')
+    limit = clipping(clip)
     if reference not in ('received', 'local'):
         raise ValueError(f"reference must be 'received' or 'local', not {reference!r}")
     inner = base(objective, client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})
@@ -74,7 +77,7 @@ def algorithm(
         own, message, first = inner.client(key, server, client.own, shard)
         w = server.variables if reference == 'received' else fedavg.trained(server, message)
         opt = optax.chain(
-            optax.identity() if clip is None else optax.clip_by_global_norm(clip),
+            limit,
             pull(w.params, lam),
             personal_opt(server.round),
         )

@@ -53,12 +53,24 @@ def trained(server: Server, message: Any) -> Variables:
     """The model with which a client ended its local work.
 
     Messages of methods built on this one may hold more, and this one's in a field called `base`.
+
+    Raises:
+      ValueError: for a method whose clients send no model.
     """
     while not isinstance(message, Message):
+        if not hasattr(message, 'base'):
+            raise ValueError('clients of this method send no model: if they have any, it is their state')
         message = message.base
     v = server.variables
     moved = tree.add({name: v.params[name] for name in message.delta}, message.delta)
     return v._replace(params={**v.params, **moved}, stats=message.stats)
+
+
+def moving(value: Tree) -> set[str]:
+    """Names of the top-level parameters that an aggregate of messages moves, whatever is around FedAvg's."""
+    while 'delta' not in value:
+        value = value['base']
+    return set(value['delta'])
 
 
 def plain(server: Server) -> Server:
@@ -118,7 +130,20 @@ def algorithm(
 
     Returns:
       An `Algorithm` whose server state is a `Server`.
+
+    Raises:
+      ValueError: for optimizers or aggregators that are none, or do not join models.
     """
+    if not callable(client_opt):
+        raise ValueError('client_opt is a function of the round: local.sgd(0.1), or lambda round: optax.sgd(0.1)')
+    if server_opt is not None and not isinstance(server_opt, optax.GradientTransformation):
+        raise ValueError('server_opt must be an optax optimizer, such as optax.sgd(1.0)')
+    for name, value in (('aggregate', aggregate), ('aggregate_stats', aggregate_stats)):
+        if not isinstance(value, Aggregator) or value in (aggregators.class_mean, aggregators.nothing):
+            raise ValueError(
+                f'{name} must be an Aggregator of models, such as aggregators.mean, or aggregators.stacked(...) around '
+                f'a function of all messages'
+            )
     follow = server_opt or optax.sgd(1.0)
 
     def init(key: Array, data: FederatedData) -> Server:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_nc import tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Objective, Tree, Variables
 from fedjax_nc.frames import normalize
@@ -39,7 +38,7 @@ def algorithm(
 ) -> Algorithm:
     """Federated training after each round of which the server spreads the head's class vectors.
 
-    A frozen head, such as an ETF, is left as it is, and so is one outside `parts`; what remains is the base.
+    A head that clients do not train, such as an ETF or FedBABU's, is left as it is; what remains is the base.
 
     Args:
       objective: model, head and loss. As the paper has it: `heads.cosine(learn_scale=False)` and `losses.positive`.
@@ -70,7 +69,7 @@ def algorithm(
     def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
         server = inner.server(key, server, aggregate)
         v = server.variables
-        if not movable(v) or 'head' not in tree.split(v.params, kwargs.get('parts'))[0]:
+        if not movable(v) or 'head' not in fedavg.moving(aggregate.value):
             return server
         w = v.params['head']['w']
         apart = jnp.where(aggregate.clients > 0, spread(w, margin, steps, spread_opt, nearest), w)

@@ -21,7 +21,7 @@ import optax
 from fedjax_nc import aggregators, tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, Objective, Shard, Tree
-from fedjax_nc.local import ClientOptimizer
+from fedjax_nc.local import ClientOptimizer, clipping
 
 
 class Dual(NamedTuple):
@@ -56,17 +56,17 @@ def algorithm(
       **kwargs: as for `fedavg.algorithm`, without `aggregate` and `persist_momentum`.
 
     Raises:
-      ValueError: for an `alpha` that is not positive, or an aggregator other than `aggregators.uniform`.
+      ValueError: for an `alpha` or `clip` that is not positive, or an aggregator other than `aggregators.uniform`.
     """
-    if isinstance(alpha, int | float) and not alpha > 0:
-        raise ValueError(f'alpha must be positive, not {alpha}: use fedavg.algorithm for training without anchor')
+    if isinstance(alpha, int | float) and not 0 < alpha < float('inf'):
+        raise ValueError(f'alpha must be positive and finite, not {alpha}: without anchor it is fedavg.algorithm')
     if kwargs.get('aggregate', aggregators.uniform) is not aggregators.uniform:
         raise ValueError('FedDyn takes plain means: leave aggregate out, and say by_examples=True to weigh clients')
 
     def training(opt: ClientOptimizer) -> Algorithm:
         return fedavg.algorithm(objective, opt, persist_momentum=False, **{**fedavg.UNWEIGHTED, **kwargs})
 
-    base = training(client_opt)
+    base, clipped = training(client_opt), clipping(clip)
 
     def trained(server: fedavg.Server) -> Tree:
         return tree.split(server.variables.params, kwargs.get('parts'))[0]
@@ -80,7 +80,6 @@ def algorithm(
         dual = server.extra
         share = shard.size * dual.clients / dual.examples  # N p_k
         strength = alpha / jnp.where(share > 0, share, 1.0) if by_examples else alpha
-        clipped = optax.identity() if clip is None else optax.clip_by_global_norm(clip)
         pull = anchored(tree.sub(trained(server), lam), strength)
         moved = training(lambda round: optax.chain(clipped, pull, client_opt(round)))
         _, message, info = moved.client(key, server, (), shard)

@@ -20,7 +20,7 @@ import optax
 
 from fedjax_nc import aggregators, tree
 from fedjax_nc.algorithms import fedavg, fedprox
-from fedjax_nc.base import Aggregate, Aggregator, Algorithm, Array, Info, Objective, Shard, Tree
+from fedjax_nc.base import Aggregator, Algorithm, Array, Info, Objective, Shard, Tree
 from fedjax_nc.local import ClientOptimizer
 
 
@@ -43,7 +43,8 @@ def algorithm(
     `eta |a_k|` is measured with the client's own optimizer, see `reach`, so that it holds for any rate, momentum and
     anchor, also together. The step has the effective length of training without anchor; with momentum and anchor
     together, which the paper does not treat, the released code counts plain steps instead. BatchNorm statistics are
-    averaged as they are.
+    averaged as they are. A gradient that is clipped together with the anchor, by the clip of `local.sgd`, does not move
+    as that measure says, and neither does one with another `penalty`.
 
     Args:
       objective: model, head and loss.
@@ -52,6 +53,9 @@ def algorithm(
       aggregate: the weights `w_k`.
       **kwargs: as for `fedavg.algorithm`, without `persist_momentum`, and without `penalty` beside `mu`; the paper's
         server momentum is `server_opt=optax.sgd(1.0, momentum)`.
+
+    Raises:
+      ValueError: for a negative `mu`.
     """
     kwargs = {'aggregate': aggregate, **kwargs}
     if mu is None:
@@ -66,22 +70,22 @@ def algorithm(
         return client, Message(message, free if mu is None else reach(opt, info.steps, mu), free), info
 
     def partial(messages: Message, *rest: Any) -> Tree:
-        per_reach = jax.vmap(tree.scale)(messages.base.delta, 1.0 / jnp.where(messages.reach > 0, messages.reach, 1.0))
-        return both.partial(messages._replace(base=messages.base._replace(delta=per_reach)), *rest)
+        direction = jax.vmap(tree.scale)(messages.base.delta, 1.0 / jnp.where(messages.reach > 0, messages.reach, 1.0))
+        # As one tree, so that an aggregator that selects clients takes both from the same.
+        return base.aggregate.partial(messages.base._replace(delta=(direction, messages.free)), *rest)
 
-    def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
-        value = aggregate.value['base']
-        value = {**value, 'delta': tree.scale(value['delta'], aggregate.value['free'])}
-        return base.server(key, server, aggregate._replace(value=value))
+    def finish(total: Tree) -> Tree:
+        value = base.aggregate.finish(total)
+        direction, length = value['delta']
+        return {**value, 'delta': tree.scale(direction, length)}
 
-    both = aggregators.by_field(base=base.aggregate, free=aggregate)
-    return base._replace(client=client, aggregate=Aggregator(partial, both.finish), server=server)
+    return base._replace(client=client, aggregate=Aggregator(partial, finish))
 
 
 def reach(opt: optax.GradientTransformation, steps: Array, mu: Array | float = 0.0) -> Array:
     """How far `steps` of `opt` move a number along a constant unit gradient, against an anchor: [] float32.
 
-    It is `eta |a|_1`. Weight decay has no part in it, as it counts as gradient; nor has clipping.
+    It is `eta |a|_1`. Weight decay has no part in it, as it counts as gradient; nor has clipping, without an anchor.
     """
     push, zero = 2.0**-10, jnp.float32(0)  # too small to be clipped
 

@@ -53,8 +53,10 @@ def algorithm(
       plan: batch size and local epochs.
 
     Raises:
-      ValueError: for another `weigh`.
+      ValueError: for another `weigh`, or a negative `lam`.
     """
+    if isinstance(lam, int | float) and not lam >= 0:
+        raise ValueError(f'lam must not be negative: {lam}')
     if weigh not in ('holders', 'counts'):
         raise ValueError(f"weigh must be 'holders' or 'counts', not {weigh!r}")
 

@@ -19,10 +19,12 @@ def algorithm(objective: Objective, client_opt: ClientOptimizer, *, mu: Array | 
     Args:
       objective: model, head and loss.
       client_opt: from the round's number to a client's optimizer.
-      mu: strength of the anchor; 0 is FedAvg.
+      mu: strength of the anchor; 0 is FedAvg. It is part of the loss: the clip of `local.sgd` limits both together.
       **kwargs: as for `fedavg.algorithm`.
-    """
 
+    Raises:
+      ValueError: for a negative `mu`.
+    """
     return fedavg.algorithm(objective, client_opt, penalty=proximal(mu), **kwargs)
 
 
@@ -30,7 +32,12 @@ def proximal(mu: Array | float, parts: Sequence[str] | None = None) -> fedavg.Pe
     """The anchor alone: `mu/2 ||theta_k - theta||^2`, over all parameters or over the named top-level ones.
 
     With `parts=('head',)` it is the clsprox of CCVR's comparison (Luo et al., NeurIPS 2021).
+
+    Raises:
+      ValueError: for a negative `mu`.
     """
+    if isinstance(mu, int | float) and not mu >= 0:
+        raise ValueError(f'mu must not be negative: {mu}')
 
     def penalty(v: Variables, z: Array, batch: Batch, server: fedavg.Server, client: Tree) -> Array:
         mine, received = (tree.split(u.params, parts)[0] for u in (v, server.variables))

@@ -46,7 +46,8 @@ def algorithm(
       auxiliary: the server's examples, those of class c as the data of client c: `data.federate(x, y, rows_by_class)`.
         The released code takes 63 of each.
       beta: weight of the ratios; 0 is FedAvg.
-      cap: largest ratio.
+      cap: largest ratio. A client's steps are up to `1 + beta cap` times its rate: the released limit goes with rates
+        of 0.001, for larger ones take about C, which is what balanced classes have.
       head: one with learned class vectors; by default linear.
       plan: batch size and local epochs, of clients and of the server's copies.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer, on FedAvg's server state.
@@ -54,8 +55,12 @@ def algorithm(
 
     Raises:
       ValueError: if the server's data are not one client a class; on `init`, if they are of other classes than the
-        clients', or for a head that holds no learned class vectors.
+        clients', or for a head that holds no learned class vectors; in the first round, if it is not trained; for a
+        negative `beta`, or a `cap` that is not positive.
     """
+    for name, value, least in (('beta', beta, 0.0), ('cap', cap, 1e-30)):
+        if isinstance(value, int | float) and not value >= least:
+            raise ValueError(f'{name} must {"be positive" if least else "not be negative"}: {value}')
     held = jnp.asarray(auxiliary.counts)
     if held.shape[0] != held.shape[1] or not bool(jnp.all((held > 0) == jnp.eye(len(held), dtype=bool))):
         raise ValueError('auxiliary needs one client for each class, holding examples of that class alone')
@@ -71,6 +76,10 @@ def algorithm(
         return server
 
     def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
+        if fedavg.moving(aggregate.value) != {'body', 'head'}:
+            raise ValueError(
+                'Ratio Loss watches a whole model in training: take no `parts`, nor a base that freezes any'
+            )
         k_probe, key = jax.random.split(key)
         v = server.variables
         opt = client_opt(server.round)
@@ -97,7 +106,8 @@ def algorithm(
 def ratios(changes: Array) -> Array:
     """How much more each class moves its own entries than others do, R [C], of `changes [C, D, C]`.
 
-    `changes[c]` is what training on class c does to the class vectors. A class whose entries no other moves gets 10.
+    `changes[c]` is what training on class c does to the class vectors. A class whose entries no other moves gets 10,
+    and so does one that has no entries of its own.
     """
     classes = len(changes)
     top, size = jnp.argmax(changes, axis=0), jnp.abs(changes)

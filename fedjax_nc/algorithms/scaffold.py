@@ -7,7 +7,7 @@ Client k remembers the mean gradient `c_k` of its own data, the server that of a
 follows `g(y) - c_k + c` instead of the gradient `g(y)`, so that clients do not drift apart. Afterwards, with `tau` the
 number of local steps,
 
-    c_k+ = g_k(theta)                                    option I, one more pass over the data
+    c_k+ = g_k(theta)                                    option I, one more pass over the data, batch by batch
     c_k+ = c_k - c + (theta - theta_k) / (tau eta)       option II
     c <- c + 1/N sum_S (c_k+ - c_k)
 
@@ -25,7 +25,7 @@ import optax
 from fedjax_nc import aggregators, tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Aggregator, Algorithm, Array, FederatedData, Info, Objective, Shard, Tree
-from fedjax_nc.local import ClientOptimizer, Plan, joined
+from fedjax_nc.local import ClientOptimizer, Plan, clipping, joined
 
 
 class Control(NamedTuple):
@@ -35,7 +35,7 @@ class Control(NamedTuple):
 
 class Message(NamedTuple):
     base: fedavg.Message
-    control: Tree  # change of the client's variate, times the client's share of `c`
+    control: Tree  # change of the client's variate
 
 
 def algorithm(
@@ -60,14 +60,15 @@ def algorithm(
         the local steps.
       clip: norm to which a gradient is scaled down before it is corrected and counted; the clip of `local.sgd` acts on
         the corrected one.
-      aggregate: how deltas are joined: with `aggregators.uniform` clients count alike, as in the paper; with
-        `aggregators.mean` by examples, and so do their variates: `c = sum_k n_k c_k / n`.
+      aggregate: how deltas and changes of variates are joined: with `aggregators.uniform` clients count alike, as in
+        the paper; with `aggregators.mean` by examples, `c = sum_k n_k c_k / n`. With any other, c moves by what it
+        makes of the changes times the cohort's share of the clients, and is their mean only nearly.
       plan: batch size and local epochs.
       **kwargs: as for `fedavg.algorithm`, without `penalty` and `persist_momentum`; the paper's server rate is
         `server_opt=optax.sgd(eta_g)`.
 
     Raises:
-      ValueError: for another option.
+      ValueError: for another option, or a `clip` that is not positive.
     """
     if option not in ('I', 'II'):
         raise ValueError(f"option must be 'I' or 'II', not {option!r}")
@@ -77,27 +78,24 @@ def algorithm(
             objective, opt, aggregate=aggregate, plan=plan, penalty=None, persist_momentum=True, **kwargs
         )
 
-    def weight(size: Array) -> Array:
-        return (size if aggregate is aggregators.mean else jnp.sign(size)).astype(jnp.float32)
-
-    base = training(client_opt, plan)
+    base, clipped, by_examples = training(client_opt, plan), clipping(clip), aggregate is aggregators.mean
 
     def init(key: Array, data: FederatedData) -> fedavg.Server:
         server = base.init(key, data)
         c = tree.zeros(tree.split(server.variables.params, kwargs.get('parts'))[0])
-        return server._replace(extra=Control(c, jnp.maximum(jnp.sum(weight(data.size)), 1.0)))
+        total = jnp.sum(data.size if by_examples else data.size > 0)
+        return server._replace(extra=Control(c, jnp.maximum(total.astype(jnp.float32), 1.0)))
 
     def work(
         key: Array, server: fedavg.Server, shard: Shard, correction: Tree, opt: ClientOptimizer, plan: Plan
     ) -> tuple[Tree, fedavg.Message, Info]:
         """Local work under a correction, after the mean of the gradients that it met."""
-        clipped = optax.identity() if clip is None else optax.clip_by_global_norm(clip)
         corrected = training(lambda round: optax.chain(clipped, correcting(correction), opt(round)), plan)
         (_, met, _), message, info = corrected.client(key, server, corrected.init_client(key, server), shard)
         return tree.scale(met, 1.0 / jnp.maximum(info.steps, 1)), message, info
 
     def client(key: Array, server: fedavg.Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
-        c, total = server.extra
+        c = server.extra.c
         new, message, info = work(key, server, shard, tree.sub(c, client), client_opt, plan)
         if option == 'I':
             k_pass = jax.random.fold_in(key, plan.epochs + 1)  # beyond training's, and those of methods around it
@@ -105,10 +103,11 @@ def algorithm(
             new, _, first = work(k_pass, server, shard, tree.zeros(c), still, once)
             info = joined(first, info)._replace(steps=info.steps)
         new = tree.where(shard.size > 0, new, client)
-        return new, Message(message, tree.scale(tree.sub(new, client), weight(shard.size) / total)), info
+        return new, Message(message, tree.sub(new, client)), info
 
     def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
-        c = tree.add(server.extra.c, aggregate.value['control'])
+        share = (aggregate.weight if by_examples else aggregate.clients) / server.extra.total
+        c = tree.add(server.extra.c, aggregate.value['control'], share)
         server = base.server(key, server, aggregate._replace(value=aggregate.value['base']))
         return server._replace(extra=server.extra._replace(c=c))
 
@@ -116,7 +115,7 @@ def algorithm(
         init=init,
         init_client=lambda key, server: tree.zeros(server.extra.c),
         client=client,
-        aggregate=aggregators.by_field(base=base.aggregate, control=aggregators.total),
+        aggregate=aggregators.by_field(base=base.aggregate, control=aggregate),
         server=server,
     )
 

@@ -138,9 +138,10 @@ class BatchNorm(nn.Module):
         keep = jnp.ones(x.shape[0], bool) if mask is None else mask
         y, mean, var, n = _normalise(x, keep, scale, bias)
         if not self.is_initializing():
-            rate = jnp.where(n > 0, 0.1, 0.0)
-            running_mean.value += rate * (mean - running_mean.value)
-            running_var.value += rate * (var * (n / jnp.maximum(n - 1, 1)) - running_var.value)
+            unbiased = var * (n / jnp.maximum(n - 1, 1))
+            running_mean.value += jnp.where(n > 0, 0.1, 0.0) * (mean - running_mean.value)
+            # A single value has no variance to learn from.
+            running_var.value += jnp.where(n > 1, 0.1, 0.0) * (unbiased - running_var.value)
         return y.astype(self.dtype)
 
 

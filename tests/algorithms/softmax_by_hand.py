@@ -67,9 +67,9 @@ def numbers(v):
     return {name: np.asarray(value, np.float64) for name, value in values.items()}
 
 
-def two_rounds(algorithm, data, cohorts=COHORTS):
+def two_rounds(algorithm, data, cohorts=COHORTS, jit=jax.jit):
     """The states before, between and after."""
-    run = toys.quick(simulate.make_round(algorithm, chunk=1))
+    run = jit(simulate.make_round(algorithm, chunk=1))
     states = [simulate.init(algorithm, toys.KEY, data)]
     for t, ids in enumerate(cohorts):
         states.append(run(jax.random.fold_in(toys.KEY, t), states[-1], data, jnp.asarray(ids))[0])

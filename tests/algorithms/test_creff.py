@@ -53,9 +53,12 @@ def match(features, w, goal, seen):
     return features
 
 
+COHORTS = ([1, 5, 3, 2], [7, 1, 2, 3])
+
+
 @pytest.fixture(scope='module')
 def states(data):
-    return hand.two_rounds(algorithm, data, ([1, 5, 3, 2], [7, 1, 2, 3]))
+    return hand.two_rounds(algorithm, data, COHORTS, toys.optimised)
 
 
 def test_two_rounds(data, states):
@@ -90,7 +93,7 @@ def fresh(t, shape):
 
 
 def test_personal_models_are_those_of_fedavg(data, states):
-    *_, other = hand.two_rounds(latest.keep(plain), data, ([1, 5, 3, 2], [7, 1, 2, 3]))
+    *_, other = hand.two_rounds(latest.keep(plain), data, COHORTS, toys.optimised)
     toys.same(states[2].server.variables, other.server.variables)
     toys.same(states[2].clients, other.clients)
     mine = [a.predict(s.server, hand.row(s.clients, 7), data.x[:9]) for a, s in (
@@ -156,7 +159,7 @@ def test_gradients_of_augmented_images_see_the_batch_key(data):
     options = {'plan': toys.PLAN._replace(epochs=1), 'bias': True}
     server = creff.algorithm(toys.noisy, toys.opt, **options).init(toys.KEY, data)
 
-    @toys.quick
+    @jax.jit
     def rows(shard):
         algorithms = (creff.algorithm(toys.noisy, toys.opt, augment=augment, **options) for augment in (False, True))
         return [a.client(toys.KEY, server, (), shard)[1].gradients.rows for a in algorithms]
@@ -171,7 +174,7 @@ def test_a_round_of_nobody_keeps_the_memory(states):
     gradients = ClassRows(jnp.zeros((toys.CLASSES, toys.CLASSES * toys.DIM)), jnp.zeros(toys.CLASSES))
     base = {'delta': jax.tree.map(jnp.zeros_like, server.variables.params), 'stats': ()}
     nothing = Aggregate({'base': base, 'gradients': gradients}, jnp.float32(0), jnp.float32(0))
-    toys.same(toys.quick(algorithm.server)(toys.KEY, server, nothing).extra, server.extra)
+    toys.same(jax.jit(algorithm.server)(toys.KEY, server, nothing).extra, server.extra)
 
 
 @pytest.mark.parametrize('name', ['samples', 'draw', 'repeats'])

@@ -48,7 +48,7 @@ def test_two_rounds(data, reference, lam, epochs):
 
 @pytest.fixture(scope='module')
 def global_part():
-    run = toys.quick(simulate.make_round(PLAIN, chunk=1))
+    run = toys.optimised(simulate.make_round(PLAIN, chunk=1))
     return lambda key, state, data, ids: run(key, state, data, jnp.array(ids))[0]
 
 
@@ -57,7 +57,7 @@ PLAIN = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, **fedavg.UNWEIGHTE
 
 def test_the_generic_model_is_that_of_fedavg_bit_for_bit(data, global_part):
     algorithm = ditto.algorithm(toys.task, toys.opt, lam=1.0, plan=toys.PLAN)
-    *_, state = hand.two_rounds(algorithm, data)
+    *_, state = hand.two_rounds(algorithm, data, jit=toys.optimised)
     other = simulate.init(PLAIN, toys.KEY, data)
     for t, ids in enumerate(hand.COHORTS):
         other = global_part(jax.random.fold_in(toys.KEY, t), other, data, ids)
@@ -88,7 +88,7 @@ def test_without_pull_the_personal_model_is_trained_alone(data):
     alone = finetune.algorithm(toys.task, clipped, plan=toys.PLAN)
     server = simulate.init(algorithm, toys.KEY, data).server
 
-    @toys.quick
+    @jax.jit
     def both(mine, shard):
         key = jax.random.fold_in(toys.KEY, toys.PLAN.epochs)
         got = algorithm.client(toys.KEY, server, ditto.Client((), mine), shard)[0].personal
@@ -107,7 +107,7 @@ def test_a_strong_pull_contracts_towards_the_reference_and_is_not_clipped(data):
     )
     server = simulate.init(algorithm, toys.KEY, data).server
     far = server.variables._replace(params=jax.tree.map(lambda u: u + 3.0, server.variables.params))
-    work = toys.quick(lambda far: algorithm.client(toys.KEY, server, ditto.Client((), far), data.shard(3)))
+    work = jax.jit(lambda far: algorithm.client(toys.KEY, server, ditto.Client((), far), data.shard(3)))
     after, _, info = work(far)
     steps = int(info.steps) // 2  # the other half was the global model's
     before, now = (float(tree.sqdist(v.params, server.variables.params)) ** 0.5 for v in (far, after.personal))

@@ -1,5 +1,6 @@
 """FedBABU: a head that stands still, then a fine-tuned one."""
 
+import jax
 import numpy as np
 import pytest
 import softmax_by_hand as hand
@@ -19,7 +20,7 @@ def states(data):
 
 @pytest.fixture(scope='module')
 def tune():
-    return toys.quick(simulate.make_round(stage, chunk=1))
+    return jax.jit(simulate.make_round(stage, chunk=1))
 
 
 def test_the_body_learns_against_the_first_head(data, states):

@@ -52,7 +52,7 @@ def work(p, x, y, rate):
     end = hand.descend(p, ('u', 'w', 'b', 'scale', 'bias'), gradient, rate)
     for _ in range(hand.EPOCHS):
         end['mean'] = 0.9 * end['mean'] + 0.1 * mean
-        end['var'] = 0.9 * end['var'] + 0.1 * var * n / max(n - 1, 1)
+        end['var'] = 0.9 * end['var'] + 0.1 * var * n / (n - 1) if n > 1 else end['var']
     return end
 
 

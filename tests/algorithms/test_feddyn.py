@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toys
 from test_scaffold import (
     COHORTS,
     LR,
@@ -23,7 +24,7 @@ from test_scaffold import (
 )
 
 from fedjax_nc import aggregators, local
-from fedjax_nc.algorithms import feddyn
+from fedjax_nc.algorithms import fedavg, feddyn
 
 ALPHA, DECAY = 0.5, 0.1
 opt = local.sgd(LR, 0.0, DECAY)
@@ -92,6 +93,14 @@ def test_renaming_clients_changes_nothing(copies):
     check_renaming(DYNAMIC, copies)
 
 
+def test_statistics_are_plain_means_and_have_no_dual():
+    algorithm = feddyn.algorithm(toys.noisy_task, toys.opt, by_examples=True)
+    deltas, stats = ({name: jnp.array([2.0, 6.0])} for name in ('w', 'batches'))
+    total = algorithm.aggregate.partial(fedavg.Message(deltas, stats), jnp.array([3.0, 1.0]), jnp.arange(2), 2)
+    got = algorithm.aggregate.finish(total)
+    assert float(got['delta']['w']) == float(got['stats']['batches']) == 4.0
+
+
 def test_a_frozen_frame_has_no_dual(data):
     once = check_frozen_frame(data, feddyn.algorithm, alpha=0.1)
     assert np.abs(once.server.extra.lam['body']['w']).max() > 1e-4
@@ -100,5 +109,7 @@ def test_a_frozen_frame_has_no_dual(data):
 def test_what_it_does_not_know_is_refused():
     with pytest.raises(ValueError, match='alpha must be positive'):
         feddyn.algorithm(task, opt, alpha=0.0)
+    with pytest.raises(ValueError, match='clip must be positive'):
+        feddyn.algorithm(task, opt, clip=0.0)
     with pytest.raises(ValueError, match='by_examples'):
         feddyn.algorithm(task, opt, aggregate=aggregators.mean)

@@ -65,6 +65,24 @@ def slopes(z, ref):
     return out
 
 
+def test_no_gradient_flows_through_the_bandwidth():
+    rng = np.random.default_rng(2)
+    a, b = rng.normal(size=(5, 3)), rng.normal(size=(5, 3)) + 0.7
+    got = jax.grad(fedmmd.mmd)(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), jnp.ones(5, bool))
+    np.testing.assert_allclose(got, slopes(a, b), atol=1e-6)
+
+
+def test_the_received_model_stands_still_in_training_too(data):
+    """Its features lack the noise of those in training, so that the first batch has a discrepancy already."""
+    plan, x = local.Plan(1000, 1), data.shard(4)
+    first = {}
+    for lam in (0.0, 1.0):
+        algorithm = fedmmd.algorithm(toys.noisy_task, toys.opt, lam=lam, plan=plan)
+        server = simulate.init(algorithm, toys.KEY, data).server
+        first[lam] = float(jax.jit(algorithm.client)(toys.KEY, server, (), x)[2].loss)
+    assert first[1.0] - first[0.0] > 1e-4
+
+
 def local_work(start, rate, x, y):
     def gradient(p):
         pull = LAM * slopes(x * p['u'], x * start['u']) if len(y) > 1 else 0.0  # a lone row is free

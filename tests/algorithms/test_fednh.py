@@ -142,8 +142,8 @@ def test_classes_that_the_cohort_lacks_keep_their_prototype_exactly(data):
     np.testing.assert_allclose(np.linalg.norm(now, axis=1), 1, atol=1e-6)
 
 
-def run(algorithm, data, rounds=3):
-    step, state = jax.jit(simulate.make_round(algorithm, cohort=4, chunk=2)), simulate.init(algorithm, toys.KEY, data)
+def run(algorithm, data, rounds=3, jit=jax.jit):
+    step, state = jit(simulate.make_round(algorithm, cohort=4, chunk=2)), simulate.init(algorithm, toys.KEY, data)
     for t in range(rounds):
         state, report = step(jax.random.fold_in(toys.KEY, t), state, data)
     return state, report
@@ -160,8 +160,8 @@ def test_rho_one_is_feduh_and_a_frozen_scale_stays(data):
 
 def test_latest_models_are_the_local_ones_with_the_received_prototypes(data):
     algorithm = latest.keep(fednh.algorithm(toys.tiny, toys.opt, plan=toys.PLAN))
-    plain, _ = run(fednh.algorithm(toys.tiny, toys.opt, plan=toys.PLAN), data, rounds=1)
-    step = jax.jit(simulate.make_round(algorithm, cohort=4, chunk=2))
+    plain, _ = run(fednh.algorithm(toys.tiny, toys.opt, plan=toys.PLAN), data, 1, toys.optimised)
+    step = toys.optimised(simulate.make_round(algorithm, cohort=4, chunk=2))
     start = simulate.init(algorithm, toys.KEY, data)
     state, report = step(jax.random.fold_in(toys.KEY, 0), start, data)
     toys.same(state.server, plain.server)  # keeping models changes nothing else
@@ -177,8 +177,8 @@ def test_latest_models_are_the_local_ones_with_the_received_prototypes(data):
 
 
 def test_augmented_means_see_the_batch_key(data):
-    plain, _ = run(fednh.algorithm(toys.noisy, toys.opt, plan=toys.PLAN), data, rounds=1)
-    noisy, _ = run(fednh.algorithm(toys.noisy, toys.opt, plan=toys.PLAN, augment=True), data, rounds=1)
+    plain, _ = run(fednh.algorithm(toys.noisy, toys.opt, plan=toys.PLAN), data, 1, toys.optimised)
+    noisy, _ = run(fednh.algorithm(toys.noisy, toys.opt, plan=toys.PLAN, augment=True), data, 1, toys.optimised)
     toys.same(plain.server.variables.params, noisy.server.variables.params)
     gap = np.abs(np.asarray(plain.server.variables.fixed['w'] - noisy.server.variables.fixed['w']))
     assert 1e-6 < gap.max() < 0.1

@@ -24,7 +24,7 @@ from test_scaffold import (
     task,
 )
 
-from fedjax_nc import aggregators, local
+from fedjax_nc import aggregators, local, simulate
 from fedjax_nc.algorithms import fedavg, fednova
 
 DECAY = 0.1
@@ -152,6 +152,39 @@ def test_clients_without_rate_stand_still(copies):
 
 def test_a_frozen_frame_stays(data):
     check_frozen_frame(data, fednova.algorithm)
+
+
+def test_statistics_are_averaged_as_they_are(data):
+    """And a selecting aggregator takes direction and length from the same client."""
+    ids = jnp.array([0, 3])
+    plain, nova = (
+        jax.jit(simulate.make_round(make(toys.noisy_task, toys.opt, plan=toys.PLAN), chunk=2))(
+            toys.KEY, simulate.init(make(toys.noisy_task, toys.opt), toys.KEY, data), data, ids
+        )[0].server.variables.stats
+        for make in (fedavg.algorithm, fednova.algorithm)
+    )
+    toys.same(plain, nova)
+    assert plain['batches'] > 1
+
+
+def test_who_is_selected_gives_direction_and_length(copies):
+    """The one message closest to another is kept: the model ends where that client does."""
+    krum = aggregators.stacked(aggregators.krum(0, select=1))
+    algorithm = fednova.algorithm(task, local.sgd(LR, 0.0, DECAY), aggregate=krum, plan=PLAN)
+    first, last = (s.server.variables.params for s in play(algorithm, copies, [[0, 2, 5, 6]]))
+    ends = []
+    for k in (0, 2, 5, 6):
+        x, t = examples(copies, k)
+        y = flat(first)
+        for _ in range(steps(copies, k)):
+            y = y - LR * (gradient(y, x, t) + DECAY * y)
+        ends.append(np.abs(y - flat(last)).max())
+    assert min(ends) < 2e-5 < 1e-3 < np.sort(ends)[1], ends
+
+
+def test_a_negative_anchor_is_refused():
+    with pytest.raises(ValueError, match='mu must not be negative'):
+        fednova.algorithm(task, toys.opt, mu=-1.0)
 
 
 def test_momentum_that_is_kept_is_refused():

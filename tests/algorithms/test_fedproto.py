@@ -5,6 +5,7 @@
 in the notation of `softmax_by_hand`.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_without_regulariser_clients_train_alone(data):
     server = one.init(toys.KEY, data)
     far = fedproto.Prototypes(server.extra.rows + 5.0, ~server.extra.valid)
 
-    @toys.quick
+    @jax.jit
     def both(shard):
         return [
             a.client(toys.KEY, server._replace(round=jnp.int32(1), extra=far), server.variables, shard)[0]

@@ -127,7 +127,7 @@ def test_body_and_generic_head_do_not_notice_the_personal_one(data, form):
     other = plain.init(toys.KEY, data)
     toys.same({k: server.variables.params[k] for k in ('body', 'head')}, other.variables.params)
 
-    @toys.quick
+    @toys.optimised
     def both(shard):
         mine, message, _ = algorithm.client(toys.KEY, server, algorithm.init_client(toys.KEY, server), shard)
         return mine, message.delta, plain.client(toys.KEY, other, (), shard)[1].delta

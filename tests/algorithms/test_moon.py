@@ -64,8 +64,8 @@ def test_without_contrast_it_is_fedavg(data):
     quiet = moon.algorithm(toys.task, toys.opt, mu=0.0, plan=toys.PLAN, persist_momentum=True)
     plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True)
     server = simulate.init(plain, toys.KEY, data).server
-    mine = jax.jit(quiet.client)(toys.KEY, server, quiet.init_client(toys.KEY, server), data.shard(4))
-    momentum, message, info = jax.jit(plain.client)(
+    mine = toys.optimised(quiet.client)(toys.KEY, server, quiet.init_client(toys.KEY, server), data.shard(4))
+    momentum, message, info = toys.optimised(plain.client)(
         toys.KEY, server, plain.init_client(toys.KEY, server), data.shard(4)
     )
     toys.same(mine[1:], (message, info))
@@ -140,6 +140,35 @@ def test_reference_runs_in_evaluation_mode():
     quiet = toys.noisy_task.features(v, batch._replace(key=None))[0]
     np.testing.assert_array_equal(moon.reference(toys.noisy_task, v, batch), quiet)
     assert np.abs(toys.noisy_task.features(v, batch)[0] - quiet).max() > 1e-3
+
+
+def test_the_other_models_are_in_evaluation_mode(data):
+    """Where training turns features round, the received model is opposite and its negative alike: the contrast is
+    log(1 + e^{2/T}) in the first step."""
+
+    def turned(v, batch):
+        z, stats = by_hand.task.features(v, batch)
+        return (z if batch.key is None else -z), stats
+
+    def loss(mu):
+        task = by_hand.task._replace(features=turned)
+        algorithm = moon.algorithm(task, by_hand.opt, mu=mu, temperature=T, plan=local.Plan(1000, 1))
+        server = simulate.init(algorithm, toys.KEY, data).server
+        negative = jax.tree.map(jnp.negative, server.variables._replace(fixed=()))
+        return jax.jit(algorithm.client)(toys.KEY, server, moon.Client((), negative), data.shard(4))[2].loss
+
+    np.testing.assert_allclose(loss(1.0) - loss(0.0), np.log1p(np.exp(2 / T)), atol=1e-5)
+
+
+def test_an_empty_client_keeps_its_previous_model(data):
+    algorithm = moon.algorithm(toys.task, toys.opt, mu=1.0, plan=toys.PLAN)
+    none = data._replace(size=data.size.at[3].set(0), counts=data.counts.at[3].set(0))
+    state = simulate.init(algorithm, toys.KEY, none)
+    marked = jax.tree.map(lambda u: u + 1, state.clients)
+    after, _ = jax.jit(simulate.make_round(algorithm, chunk=1))(
+        toys.KEY, state._replace(clients=marked), none, jnp.array([3, 1])
+    )
+    toys.same(*(jax.tree.map(lambda u: u[3], c) for c in (after.clients, marked)))
 
 
 def test_bad_numbers_are_refused():

@@ -85,7 +85,7 @@ def test_the_first_local_work_of_fedper_is_that_of_fedavg(data):
     other = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
     server = simulate.init(one, toys.KEY, data).server
 
-    @toys.quick
+    @toys.optimised
     def work(shard):
         mine = one.client(toys.KEY, server, one.init_client(toys.KEY, server), shard)
         return mine, other.client(toys.KEY, server, (), shard)[1:]
@@ -99,7 +99,7 @@ def test_the_first_local_work_of_fedper_is_that_of_fedavg(data):
 def test_each_phase_of_fedrep_leaves_the_other_part_bit_for_bit(data):
     """Neither momentum nor decay reach what is frozen, nor do batches of the first phase reach running statistics."""
 
-    @toys.quick
+    @jax.jit
     def work(body_rate, head_rate):
         opts = (local.sgd(rate, weight_decay=0.1) for rate in (body_rate, head_rate))
         algorithm = fedrep.algorithm(toys.noisy_task, next(opts), head_opt=next(opts), head_epochs=2, plan=toys.PLAN)
