@@ -3,8 +3,9 @@
     python benchmarks/digits.py                                     # all of them, three seeds; needs no network
     python benchmarks/digits.py --methods fedavg fedetf --seeds 0
 
-20 clients by Dirichlet(0.1), 5 of them a round, who count alike whatever their size; the same small MLP, optimizer and
-plan for all. Methods whose files lie in --out are not run again. Writes METHOD.json there and digits.md, the table:
+20 clients by Dirichlet(0.1), 5 of them a round, who count alike whatever their size (but in FedNova); the same small
+MLP, optimizer and plan for all. Methods whose files lie in --out are not run again. Writes METHOD.json there and
+digits.md, the table:
 
 general    the generic model on the test set, mean of the last five rounds
 personal   clients' models on test parts of their own data, mean over clients
@@ -31,7 +32,7 @@ from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State
 from fedjax_nc.models import layers
 
 CLIENTS, COHORT, ALPHA, WIDTHS, TIMED = 20, 5, 0.1, (64, 64), 20
-LR, PLAN, SCALE, WEIGH = 0.02, local.Plan(batch_size=16, epochs=10), 4.0, 'alike'
+LR, PLAN, SCALE = 0.02, local.Plan(batch_size=16, epochs=10), 4.0
 COLUMNS = {'general': 100, 'personal': 100, 'PM(V)': 100, 'rounds/s': 1}  # and what each is multiplied by
 
 
@@ -40,9 +41,11 @@ class Row(NamedTuple):
     head: str | None = None
     server: str | None = None
     model: str = 'plain'  # the MLP; 'normed' with BatchNorm, 'projected' with MOON's projection
+    weigh: str = 'alike'
 
 
 ROWS = {name: Row(name, model='normed' if name == 'fedbn' else 'plain') for name in recipes.RECIPES}
+ROWS['fednova'] = Row('fednova', weigh='examples')  # or the direction of a lone step would count as that of a hundred
 ROWS |= {f'fedavg+{head}': Row('fedavg', head=head) for head in ('cosine', 'etf', 'bare_etf')}
 ROWS |= {f'fedavg+{name}': Row('fedavg', server=name) for name in recipes.SERVER_OPTIMIZERS if name != 'sgd'}
 ROWS['fedavg+projection'] = Row('fedavg', model='projected')  # what moon is to be compared with, and fedbn with:
@@ -94,7 +97,7 @@ class Player:
         server_opt = recipes.SERVER_OPTIMIZERS[row.server]() if row.server else None
         self.recipe = recipes.RECIPES[row.method](
             model, local.sgd(LR), PLAN, head=row.head, server_opt=server_opt, scale=SCALE, rounds=rounds,
-            personal_opt=local.sgd(LR, 0.0, 0.0), auxiliary=held, weigh=WEIGH,
+            personal_opt=local.sgd(LR, 0.0, 0.0), auxiliary=held, weigh=row.weigh,
         )  # fmt: skip
         self.digits, self.rounds = digits, rounds
         self.begin = jax.jit(lambda key, train: simulate.init(self.recipe.train, key, train))
