@@ -145,3 +145,13 @@ def test_a_model_of_other_classes_is_refused(data):
     fewer = data._replace(counts=data.counts[:, :4])
     with pytest.raises(ValueError, match='5 classes'):
         evaluate.per_client(algorithm, state, fewer)
+
+
+def test_other_numbers_of_clients_are_refused(data):
+    algorithm = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    state = simulate.init(algorithm, toys.KEY, data)
+    fewer = data._replace(index=data.index[:3], size=data.size[:3], counts=data.counts[:3])
+    with pytest.raises(ValueError, match='the state has 8 clients, and the data have 3'):
+        evaluate.per_client(algorithm, state, fewer)
+    with pytest.raises(ValueError, match='`allowed` has rows for 3'):
+        evaluate.per_client(algorithm, state, data, allowed=fewer.counts > 0)

@@ -152,6 +152,40 @@ def test_what_does_not_go_together_lists_what_does(data, name, choice, said):
         of(name, data, **choice)
 
 
+@pytest.mark.parametrize(
+    ('name', 'own'),
+    [('fedavg', 'examples'), ('scaffold', 'alike'), ('feddyn', 'alike'), ('fedper', 'alike'), ('fedproto', 'alike')],
+)
+def test_clients_are_weighed_as_asked_and_else_as_published(data, name, own):
+    ids, found = jnp.array([0, 1, 4]), {}  # of 100, 7 and 200 examples
+    for weigh in ('examples', 'alike', None):
+        train = of(name, data, weigh=weigh).train
+        state = simulate.init(train, toys.KEY, data)
+        found[weigh] = jax.jit(simulate.make_round(train, chunk=1))(toys.KEY, state, data, ids)[0].server
+    toys.same(found[None], found[own])
+    gaps = [
+        np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (found['examples'], found['alike'])), strict=True)
+    ]
+    assert max(gaps) > 1e-3
+    with pytest.raises(ValueError, match="'examples' or 'alike', not by 'size'"):
+        of(name, data, weigh='size')
+
+
+def test_personal_parts_have_an_optimizer_of_their_own(data):
+    """With a rate of zero they stay, and the rest trains."""
+    for name in ('ditto', 'fedrod'):
+        train = of(name, data, personal_opt=local.sgd(0.0)).train
+        state = simulate.init(train, toys.KEY, data)
+        after, _ = jax.jit(simulate.make_round(train, chunk=1))(toys.KEY, state, data)
+        if name == 'ditto':
+            toys.same(after.clients.personal, state.clients.personal)
+        else:
+            toys.same(after.clients.own.head, state.clients.own.head)
+        assert (
+            np.abs(after.server.variables.params['body']['w'] - state.server.variables.params['body']['w']).max() > 0.01
+        )
+
+
 def test_ratio_loss_needs_examples_on_the_server():
     with pytest.raises(ValueError, match='on the server: pass auxiliary'):
         recipes.RECIPES['ratioloss'](toys.tiny, toys.opt, toys.PLAN)

@@ -126,3 +126,20 @@ def test_messages_are_folded_not_stacked(data):
     few, many, stacked = temporary(8, 2), temporary(64, 2), temporary(64, 64)
     assert many < 1.5 * few
     assert stacked > 3 * many
+
+
+@pytest.mark.parametrize('cohort', [2, None])
+def test_participants_are_those_that_rounds_report(data, cohort):
+    algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    run, state, seen = (
+        jax.jit(simulate.make_round(algorithm, cohort=cohort)),
+        simulate.init(algorithm, toys.KEY, data),
+        set(),
+    )
+    for t in range(3):
+        np.testing.assert_array_equal(
+            np.flatnonzero(simulate.participants(toys.KEY, t, data.num_clients, cohort)), sorted(seen)
+        )
+        state, report = run(jax.random.fold_in(toys.KEY, t), state, data)
+        seen |= {int(k) for k in report.ids if k < data.num_clients}
+    assert (len(seen) == 8) == (cohort is None)

@@ -118,3 +118,9 @@ def test_a_strong_pull_contracts_towards_the_reference_and_is_not_clipped(data):
 def test_another_reference_is_refused():
     with pytest.raises(ValueError, match='received'):
         ditto.algorithm(toys.task, toys.opt, reference='own')
+
+
+@pytest.mark.parametrize(('wrong', 'said'), [({'lam': -1.0}, 'lam must'), ({'clip': 0.0}, 'clip must be positive')])
+def test_numbers_out_of_range_are_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        ditto.algorithm(toys.task, toys.opt, **wrong)

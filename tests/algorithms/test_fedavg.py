@@ -10,7 +10,7 @@ import optax
 import pytest
 import toys
 
-from fedjax_nc import heads, local, losses, simulate
+from fedjax_nc import aggregators, heads, local, losses, simulate
 from fedjax_nc.algorithms import fedavg, fedprox
 from fedjax_nc.objective import objective
 
@@ -103,3 +103,32 @@ def test_it_learns(data):
         state, report = run(jax.random.fold_in(toys.KEY, t), state, data)
         seen.append(float(report.loss))
     assert seen[-1] < 0.3 * seen[0]
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'said'),
+    [
+        ({'aggregate': aggregators.class_mean}, 'aggregate must be an Aggregator of models'),
+        ({'aggregate': aggregators.coordinate_median}, 'aggregators.stacked'),
+        ({'aggregate_stats': aggregators.pooled_stats}, 'aggregate_stats must be'),
+        ({'server_opt': local.sgd(1.0)}, 'server_opt must be an optax optimizer'),
+        ({'client_opt': optax.sgd(1.0)}, 'client_opt is a function of the round'),
+    ],
+)
+def test_what_is_no_optimizer_or_aggregator_is_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        fedavg.algorithm(task, **{'client_opt': opt, **wrong})
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'said'),
+    [
+        ({'lr': -0.1}, 'lr must not be negative'),
+        ({'momentum': 1.0}, 'momentum must lie in'),
+        ({'decay': -1.0}, 'decay must not be negative'),
+        ({'clip': 0.0}, 'clip must be positive'),
+    ],
+)
+def test_rates_out_of_range_are_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        local.sgd(**{'lr': 0.1, **wrong})

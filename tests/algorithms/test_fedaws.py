@@ -13,7 +13,7 @@ import softmax_by_hand as by_hand
 import toys
 
 from fedjax_nc import frames, heads, local, losses, simulate
-from fedjax_nc.algorithms import fedavg, fedaws, fedetf
+from fedjax_nc.algorithms import fedavg, fedaws, fedbabu, fedetf
 from fedjax_nc.base import Aggregate, Head
 from fedjax_nc.objective import objective
 
@@ -144,3 +144,10 @@ def test_bad_settings_and_heads_without_class_vectors_are_refused(data):
     odd = fedaws.algorithm(objective(toys.tiny, deep, losses.cross_entropy), opt)
     with pytest.raises(ValueError, match='class vectors'):
         odd.init(toys.KEY, data)
+
+
+def test_a_base_that_freezes_the_head_keeps_it(data):
+    algorithm = fedaws.algorithm(TASK, opt, base=fedbabu.algorithm, plan=PLAN)
+    state = simulate.init(algorithm, toys.KEY, data)
+    after, _ = jax.jit(simulate.make_round(algorithm, chunk=1))(toys.KEY, state, data, jnp.array([1, 3]))
+    toys.same(*(s.server.variables.params['head'] for s in (state, after)))

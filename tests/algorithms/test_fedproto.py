@@ -12,9 +12,9 @@ import pytest
 import softmax_by_hand as hand
 import toys
 
-from fedjax_nc import evaluate
+from fedjax_nc import evaluate, simulate
 from fedjax_nc.aggregators import ClassRows
-from fedjax_nc.algorithms import fedproto, solo
+from fedjax_nc.algorithms import fedproto, latest, solo
 from fedjax_nc.base import Aggregate
 
 LAM = 3.0
@@ -128,3 +128,12 @@ def test_owners_of_a_class_are_averaged_and_others_change_nothing(data, weigh, s
 def test_other_weights_are_refused():
     with pytest.raises(ValueError, match='holders'):
         fedproto.algorithm(toys.task, toys.opt, weigh='size')
+
+
+def test_it_sends_no_model_to_be_kept(data):
+    algorithm = latest.keep(fedproto.algorithm(toys.task, toys.opt, plan=toys.PLAN))
+    state = simulate.init(algorithm, toys.KEY, data)
+    with pytest.raises(ValueError, match='send no model'):
+        jax.eval_shape(simulate.make_round(algorithm), toys.KEY, state, data)
+    with pytest.raises(ValueError, match='lam'):
+        fedproto.algorithm(toys.task, toys.opt, lam=-0.1)

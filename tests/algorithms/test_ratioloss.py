@@ -8,7 +8,7 @@ import softmax_by_hand as by_hand
 import toys
 
 from fedjax_nc import heads, simulate
-from fedjax_nc.algorithms import fedavg, ratioloss
+from fedjax_nc.algorithms import fedavg, fedbabu, ratioloss
 from fedjax_nc.data import federate
 
 BETA, CAP = 0.1, 25.0
@@ -87,3 +87,14 @@ def test_wrong_data_and_frozen_heads_are_refused(data, auxiliary, algorithm):
     wide = data._replace(counts=jnp.pad(data.counts, ((0, 0), (0, 1))))
     with pytest.raises(ValueError, match='6 classes'):
         algorithm.init(toys.KEY, wide)
+
+
+def test_what_it_watches_must_be_trained(data, auxiliary):
+    for wrong in ({'parts': ('body',)}, {'base': fedbabu.algorithm}):
+        algorithm = ratioloss.algorithm(toys.scaling, opt, auxiliary=auxiliary, plan=PLAN, **wrong)
+        state = simulate.init(algorithm, toys.KEY, data)
+        with pytest.raises(ValueError, match='whole model in training'):
+            jax.eval_shape(simulate.make_round(algorithm), toys.KEY, state, data)
+    for wrong in ({'beta': -0.1}, {'cap': 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ratioloss.algorithm(toys.scaling, opt, auxiliary=auxiliary, **wrong)
