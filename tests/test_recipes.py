@@ -163,9 +163,8 @@ def test_clients_are_weighed_as_asked_and_else_as_published(data, name, own):
         state = simulate.init(train, toys.KEY, data)
         found[weigh] = jax.jit(simulate.make_round(train, chunk=1))(toys.KEY, state, data, ids)[0].server
     toys.same(found[None], found[own])
-    gaps = [
-        np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (found['examples'], found['alike'])), strict=True)
-    ]
+    one, other = ([np.asarray(u, np.float64) for u in jax.tree.leaves(found[w])] for w in ('examples', 'alike'))
+    gaps = [np.abs(a - b).max() for a, b in zip(one, other, strict=True)]
     assert max(gaps) > 1e-3
     with pytest.raises(ValueError, match="'examples' or 'alike', not by 'size'"):
         of(name, data, weigh='size')
