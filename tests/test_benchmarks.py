@@ -219,6 +219,9 @@ def test_accuracy_table_is_made_of_finished_and_resumed_runs(tmp_path, monkeypat
     assert rows[3] in capsys.readouterr().out
     with pytest.raises(ValueError, match='other settings'):
         accuracy.main([*call, '0', *small, '--lr', '0.5'])
+    runs = {'fedetf': [{'global_accuracy_last5': 0.5, 'personal_accuracy': 0.75}], 'fedproto': []}
+    table = accuracy.table(accuracy.SETTINGS['table1_005'], runs).splitlines()
+    assert table[2:] == ['| fedetf | 50.0 | 75.0 | 56.1 / 92.6 |', '| fedproto |  |  | - / 88.2 |']
 
 
 def test_digits_table_is_made_once_for_all_seeds_and_continued(bench, tmp_path, capsys):
