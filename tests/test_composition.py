@@ -191,6 +191,21 @@ def test_bases_that_send_or_remember_too_much_are_refused(method, base):
         keeps_structure(METHODS[method](base=BASES[base]))
 
 
+@pytest.mark.parametrize(
+    ('base', 'personal', 'said'),
+    [
+        ('feddyn', fedrod.linear(), 'remembers'),
+        ('scaffold', fedrod.linear(), 'remembers'),
+        ('scaffold', fedrod.hyper(), 'sends'),
+        ('fednova', fedrod.hyper(), 'treats all parameters alike'),
+    ],
+)
+def test_heads_trained_beside_the_others_need_a_plain_base(base, personal, said):
+    algorithm = fedrod.algorithm(toys.tiny, opt, separate=False, personal=personal, base=BASES[base], plan=PLAN)
+    with pytest.raises(ValueError, match=said):
+        keeps_structure(algorithm)
+
+
 @pytest.mark.parametrize('name', [*TRAINERS, *WITH_OWN_LOSS])
 def test_every_algorithm_takes_aggregators_and_server_optimizers_and_can_be_private(name):
     how = {'aggregate': aggregators.stacked(aggregators.krum(1)), 'server_opt': server_optimizers.fedyogi()}

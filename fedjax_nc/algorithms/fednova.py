@@ -86,6 +86,9 @@ def reach(opt: optax.GradientTransformation, steps: Array, mu: Array | float = 0
     """How far `steps` of `opt` move a number along a constant unit gradient, against an anchor: [] float32.
 
     It is `eta |a|_1`. Weight decay has no part in it, as it counts as gradient; nor has clipping, without an anchor.
+
+    Raises:
+      ValueError: for an optimizer that cannot move a lone number, because it treats parts of a model differently.
     """
     push, zero = 2.0**-10, jnp.float32(0)  # too small to be clipped
 
@@ -94,5 +97,9 @@ def reach(opt: optax.GradientTransformation, steps: Array, mu: Array | float = 0
         update, state = opt.update(mu * x - push, state, zero)
         return x + update, state
 
-    x, _ = jax.lax.fori_loop(0, steps, step, (zero, opt.init(zero)))
+    try:
+        start = opt.init(zero)
+    except (TypeError, ValueError) as error:
+        raise ValueError('FedNova needs a client optimizer that treats all parameters alike') from error
+    x, _ = jax.lax.fori_loop(0, steps, step, (zero, start))
     return x / push

@@ -112,8 +112,8 @@ def algorithm(
       **kwargs: as for `base`, but `parts`; clients are averaged without weights unless `aggregate` says otherwise.
 
     Raises:
-      ValueError: for another `absent`; on `init`, if the personal head cannot start as it should; in the first round,
-        if the base sends more than FedAvg.
+      ValueError: for another `absent`; on `init`, if the personal head cannot start as it should, or the base remembers
+        more than FedAvg beside a private head that is not trained separately; in the first round, if it sends more.
     """
     if absent not in ('floor', 'mask'):
         raise ValueError(f"absent must be 'floor' or 'mask', not {absent!r}")
@@ -145,6 +145,11 @@ def algorithm(
     )
     local, shared = (some if separate else every), (some if personal.private else every)
     personal_plan = plan if personal_epochs is None else plan._replace(epochs=personal_epochs)
+
+    def init(key: Array, data: FederatedData) -> fedavg.Server:
+        server = shared.init(key, data)
+        # Beside the others a private head is trained by a base that is not the server's.
+        return fedavg.plain(server) if personal.private and not separate else server
 
     def holding(server: fedavg.Server, private: Tree) -> fedavg.Server:
         if not personal.private:
@@ -185,7 +190,7 @@ def algorithm(
         logits = task.logits(v, z)
         return logits if client is None else logits + personal.logits(v.params['personal'], client.share, z)
 
-    return Algorithm(shared.init, init_client, client, shared.aggregate, shared.server, predict)
+    return Algorithm(init, init_client, client, shared.aggregate, shared.server, predict)
 
 
 def shares(counts: Array) -> Array:

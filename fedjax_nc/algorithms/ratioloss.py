@@ -58,9 +58,10 @@ def algorithm(
         clients', or for a head that holds no learned class vectors; in the first round, if it is not trained; for a
         negative `beta`, or a `cap` that is not positive.
     """
-    for name, value, least in (('beta', beta, 0.0), ('cap', cap, 1e-30)):
-        if isinstance(value, int | float) and not value >= least:
-            raise ValueError(f'{name} must {"be positive" if least else "not be negative"}: {value}')
+    if isinstance(beta, int | float) and not beta >= 0:
+        raise ValueError(f'beta must not be negative: {beta}')
+    if isinstance(cap, int | float) and not cap > 0:
+        raise ValueError(f'cap must be positive, not {cap}')
     held = jnp.asarray(auxiliary.counts)
     if held.shape[0] != held.shape[1] or not bool(jnp.all((held > 0) == jnp.eye(len(held), dtype=bool))):
         raise ValueError('auxiliary needs one client for each class, holding examples of that class alone')

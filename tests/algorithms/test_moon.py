@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import softmax_by_hand as by_hand
+import test_scaffold
 import toys
 
 from fedjax_nc import heads, local, losses, models, simulate
@@ -158,6 +159,11 @@ def test_the_other_models_are_in_evaluation_mode(data):
         return jax.jit(algorithm.client)(toys.KEY, server, moon.Client((), negative), data.shard(4))[2].loss
 
     np.testing.assert_allclose(loss(1.0) - loss(0.0), np.log1p(np.exp(2 / T)), atol=1e-5)
+
+
+def test_renaming_clients_changes_nothing(data):
+    algorithm = moon.algorithm(test_scaffold.task, test_scaffold.opt, mu=1.0, plan=test_scaffold.PLAN)
+    test_scaffold.check_renaming(algorithm, test_scaffold.copied(data))
 
 
 def test_an_empty_client_keeps_its_previous_model(data):
