@@ -214,10 +214,10 @@ def test_resumed_from_a_checkpoint_it_goes_on_bit_for_bit(data, play, tmp_path):
 
 def test_a_round_of_nobody_moves_no_parameter(data, play):
     none = data._replace(size=jnp.zeros_like(data.size), counts=jnp.zeros_like(data.counts))
-    after, _ = play(none)
+    after, _ = play.round(toys.KEY, play.state, none, COHORT)
     for part in ('params', 'stats'):
-        toys.same(*(getattr(s.server.variables, part) for s in (play.before, after)))
-    toys.same(*(getattr(s.server, 'opt', ()) for s in (play.before, after)))
+        toys.same(*(getattr(s.server.variables, part) for s in (play.state, after)))
+    toys.same(*(getattr(s.server, 'opt', ()) for s in (play.state, after)))
     chex.assert_tree_all_finite(after)
 
 
