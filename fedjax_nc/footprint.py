@@ -166,12 +166,19 @@ def during(eqn: core.JaxprEqn, read: Values, made: Values, ending: set[Value]) -
     p = eqn.params
     if eqn.primitive.name == 'while':
         first, constants, body, stacked = p['cond_nconsts'], p['body_nconsts'], p['body_jaxpr'].jaxpr, 0
+        carried = len(made)
     elif eqn.primitive.name == 'scan':
-        first, constants, body, stacked = 0, p['num_consts'], p['jaxpr'].jaxpr, total(made[p['num_carry'] :])
+        # What is sliced or stacked has one dimension more outside. Versions of jax name the numbers differently.
+        body = p['jaxpr'].jaxpr
+        whole, carried = (
+            sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(*pair, strict=True))
+            for pair in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
+        )
+        first, constants, stacked = 0, whole - carried, total(made[carried:])
     else:
         return max([total(made), *(peak(j, len(j.invars)) for j in core.jaxprs_in_params(p))])
     # A loop works on its carry in place: it takes over what nobody needs any more, and copies the rest.
-    carry = set(read[first + constants :][: p.get('num_carry')])
+    carry = set(read[first + constants :][:carried])
     return peak(body, constants) + stacked - total(carry & ending)
 
 

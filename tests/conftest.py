@@ -3,7 +3,7 @@ import os
 import jaxlib
 
 # Programs here run a few times on little data: most of their time would go into optimising them. To have them as users
-# do, set XLA_FLAGS to nothing. This comes before anything uses jax. An unknown flag ends the process, and later versions
+# do, set XLA_FLAGS to nothing. This comes before anything uses jax. An unknown flag ends the process, and later jaxlibs
 # do not know the second.
 os.environ.setdefault(
     'XLA_FLAGS',
