@@ -142,7 +142,7 @@ def algorithm(
         if not isinstance(value, Aggregator) or value in (aggregators.class_mean, aggregators.nothing):
             raise ValueError(
                 f'{name} must be an Aggregator of models, such as aggregators.mean, or aggregators.stacked(...) around '
-                f'a function of all messages'
+                'a function of all messages'
             )
     follow = server_opt or optax.sgd(1.0)
 

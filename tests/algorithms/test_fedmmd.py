@@ -8,7 +8,7 @@ import softmax_by_hand as by_hand
 import toys
 
 from fedjax_nc import local, simulate
-from fedjax_nc.algorithms import fedavg, fedetf, fedmmd, moon
+from fedjax_nc.algorithms import fedavg, fedmmd, moon
 
 LAM = 2.0
 
@@ -119,16 +119,6 @@ def test_without_weight_it_is_fedavg_and_the_models_see_the_same_pixels(data):
     off, on = (work(server, data.shard(4), lam) for lam in (0.0, 10.0))
     toys.same(off, jax.jit(plain.client)(toys.KEY, server, (), data.shard(4))[1:])
     np.testing.assert_allclose(on[1].loss, off[1].loss, atol=1e-5)
-
-
-def test_under_a_frozen_etf(data):
-    algorithm = fedetf.algorithm(toys.tiny, toys.opt, base=fedmmd.algorithm, lam=0.1, plan=toys.PLAN)
-    before = simulate.init(algorithm, toys.KEY, data)
-    after, report = jax.jit(simulate.make_round(algorithm, chunk=1))(toys.KEY, before, data, jnp.array([1, 3]))
-    assert bool(report.finite)
-    old, new = (state.server.variables for state in (before, after))
-    np.testing.assert_array_equal(old.fixed['v'], new.fixed['v'])
-    assert np.abs(new.params['body']['w'] - old.params['body']['w']).max() > 1e-3
 
 
 def test_a_negative_weight_is_refused():

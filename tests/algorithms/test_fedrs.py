@@ -1,7 +1,6 @@
 """FedRS against NumPy, for features `z = x * u`, a linear head without bias and one batch a client."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import softmax_by_hand as by_hand
@@ -54,16 +53,6 @@ def test_unrestricted_it_is_fedavg(data):
     want = jax.jit(plain.client)(toys.KEY, server, (), data.shard(3))[1:]
     toys.same(work(data.shard(3), 1.0), want)
     assert abs(work(data.shard(3), 0.2)[1].loss - want[1].loss) > 1e-3
-
-
-def test_under_a_frozen_etf(data):
-    algorithm = fedrs.algorithm(toys.tiny, toys.opt, head=heads.etf(), plan=toys.PLAN)
-    before = simulate.init(algorithm, toys.KEY, data)
-    after, report = jax.jit(simulate.make_round(algorithm, chunk=1))(toys.KEY, before, data, jnp.array([1, 3]))
-    assert bool(report.finite)
-    old, new = (state.server.variables for state in (before, after))
-    np.testing.assert_array_equal(old.fixed['v'], new.fixed['v'])
-    assert np.abs(new.params['body']['w'] - old.params['body']['w']).max() > 1e-3
 
 
 def test_a_factor_that_strengthens_is_refused():

@@ -9,7 +9,7 @@ import toys
 from fedjax_nc import heads, local, losses, simulate
 from fedjax_nc.algorithms import ditto, fedbabu, fedper, fedproto, fedrep, fedrod, finetune, latest
 from fedjax_nc.base import Batch
-from fedjax_nc.objective import objective
+from fedjax_nc.objective import objective, on_features
 
 task = objective(toys.normed, heads.linear(), losses.cross_entropy)
 opt, still = local.sgd(0.05), local.sgd(0.0)
@@ -63,19 +63,6 @@ def test_latest_models_predict_with_the_statistics_they_ended_with(population, n
     assert np.abs(algorithm.predict(after.server, mine, x) - algorithm.predict(after.server, stale, x)).max() > 1e-3
 
 
-def head_on_features(v, shard, start, opt, key, plan, loss):
-    """A head trained on features in evaluation mode, by the same optimizer and the same batches."""
-    own = local.featurize(lambda batch: task.features(v, batch)[0], shard, plan.batch_size)
-    still = objective(toys.normed, heads.linear(), losses.cross_entropy)._replace(
-        features=lambda v, batch: (batch.x, v.stats), loss=loss
-    )
-
-    def put(head):
-        return v._replace(params={**v.params, 'head': head})
-
-    return finetune.fit(key, still, v, start, put, opt, own, plan)[0].params['head']
-
-
 def test_fedreps_head_is_fitted_to_features_in_evaluation_mode(population):
     """With other keys for its batches than the body has."""
     plan = toys.PLAN
@@ -85,8 +72,14 @@ def test_fedreps_head_is_fitted_to_features_in_evaluation_mode(population):
     got = jax.jit(algorithm.client)(toys.KEY, server, first, shard)[0].head
 
     def fitted(key):
+        v = server.variables
+        own = local.featurize(lambda batch: task.features(v, batch)[0], shard, plan.batch_size)
+
+        def put(head):
+            return v._replace(params={**v.params, 'head': head})
+
         one = plan._replace(epochs=1)
-        return head_on_features(server.variables, shard, first.head, opt(0), key, one, task.loss)
+        return finetune.fit(key, on_features(task), v, first.head, put, opt(0), own, one)[0].params['head']
 
     toys.same(got, jax.jit(fitted)(jax.random.fold_in(toys.KEY, plan.epochs)), atol=1e-6)
     other = jax.jit(fitted)(toys.KEY)
