@@ -1,0 +1,139 @@
+"""Early answers to wrong arguments: one line that says what to pass instead.
+
+What is traced cannot be looked at and passes, but for its shape and type; everything else is looked at once, where it
+enters the library.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from fedjax_nc.base import Array
+
+MOST_CLASSES = 2**20
+"""A label beyond is a mistake: tables [K, C] and loops over classes would take all memory and time."""
+
+
+def traced(value: Any) -> bool:
+    """Whether an array's values are unknown yet: under `jit`, `vmap` and `grad`."""
+    return isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct)
+
+
+def number(
+    name: str,
+    value: Any,
+    low: float = 0.0,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+    finite: bool = True,
+    advice: str = '',
+) -> None:
+    """Refuses what is no number, or one outside of its range, of Python, NumPy or jax.
+
+    Args:
+      name: what the caller calls it.
+      value: anything.
+      low: lower end of the range.
+      high: upper end.
+      open_low: whether the lower end is excluded.
+      open_high: whether the upper end is.
+      finite: whether infinity is refused where `high` is infinite.
+      advice: what to do instead, after a colon.
+
+    Raises:
+      ValueError: for all else.
+    """
+    said = f': {advice}' if advice else ''
+    if traced(value):
+        if value.ndim:
+            raise ValueError(f'{name} must be one number, not an array {value.shape}{said}')
+        return
+    if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or np.ndim(value):
+        raise ValueError(f'{name} must be one number, not {shown(value)}{said}')
+    if not (np.issubdtype(np.asarray(value).dtype, np.number) or isinstance(value, bool | np.bool_)):
+        raise ValueError(f'{name} must be one number, not {shown(value)}{said}')
+    x = float(value)
+    inside = (x > low if open_low else x >= low) and (x < high if open_high else x <= high)
+    if inside and not (finite and math.isinf(x)):
+        return
+    if inside or math.isnan(x):
+        must = 'be finite'
+    elif math.isfinite(high):
+        must = f'lie in {"(" if open_low else "["}{low:g}, {high:g}{")" if open_high else "]"}'
+    elif low == 0:
+        must = 'be positive' if open_low else 'be at least 0'
+    else:
+        must = f'be {"above" if open_low else "at least"} {low:g}'
+    raise ValueError(f'{name} must {must}, not {x:g}{said}')
+
+
+def whole(name: str, value: Any, least: int = 1, advice: str = '') -> None:
+    """Refuses what is no whole number, or one below `least`.
+
+    Raises:
+      ValueError: for all else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        said = f': {advice}' if advice else ''
+        raise ValueError(f'{name} must be a whole number of at least {least}, not {shown(value)}{said}')
+
+
+def labels(name: str, y: Any, length: int | None = None, classes: int | None = None) -> None:
+    """Refuses labels that are no vector of integers in [0, C), or of another length.
+
+    Raises:
+      ValueError: for all else.
+    """
+    shape, dtype = np.shape(y), jnp.result_type(y) if traced(y) or isinstance(y, jax.Array) else np.asarray(y).dtype
+    if len(shape) != 1 or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f'{name} must be a vector of integers, not shape {shape}, {dtype}')
+    if length is not None and shape[0] != length:
+        raise ValueError(f'{name} must be one for each of {length} examples, not {shape[0]}')
+    if traced(y) or shape[0] == 0:
+        return
+    low, high = int(np.min(y)), int(np.max(y))
+    most = MOST_CLASSES if classes is None else classes
+    if low < 0 or high >= most:
+        advice = ': number the classes from 0' if classes is None else ''
+        raise ValueError(f'{name} must lie in [0, {most}), and they go from {low} to {high}{advice}')
+
+
+def rows(name: str, values: Any, ndim: int = 2, length: int | None = None) -> None:
+    """Refuses an array of another number of axes, or with another number of rows.
+
+    Raises:
+      ValueError: for all else.
+    """
+    letters = {1: '[B]', 2: '[B, D]', 3: '[B, C, D]'}.get(ndim, f'{ndim} axes')
+    shape = np.shape(values)
+    if len(shape) != ndim:
+        raise ValueError(f'{name} must have the shape {letters}, not {shape}')
+    if length is not None and shape[0] != length:
+        raise ValueError(f'{name} must have {length} rows, not {shape[0]}')
+
+
+def finite(name: str, x: Array | NDArray[Any]) -> None:
+    """Refuses a known array [n, ...] with NaN or infinity, and names the first such row.
+
+    Raises:
+      ValueError: for all else.
+    """
+    if traced(x) or not jnp.issubdtype(x.dtype, jnp.inexact) or bool(jnp.all(jnp.isfinite(x))):
+        return
+    bad = np.flatnonzero(~np.asarray(jnp.all(jnp.isfinite(x.reshape(len(x), -1)), axis=1)))
+    more = f' and {len(bad) - 1} more' if len(bad) > 1 else ''
+    raise ValueError(f'{name} must be finite: row {bad[0]}{more} hold NaN or infinity')
+
+
+def shown(value: Any) -> str:
+    """A value in a message: arrays by their shape, all else cut to a line."""
+    if isinstance(value, np.ndarray | jax.Array) and np.ndim(value):
+        return f'an array {np.shape(value)}'
+    text = ' '.join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + '...'
