@@ -66,8 +66,10 @@ def number(
         must = 'be finite'
     elif math.isfinite(high):
         must = f'lie in {"(" if open_low else "["}{low:g}, {high:g}{")" if open_high else "]"}'
+    elif low == 0 and not open_low:
+        raise ValueError(f'{name} must not be negative: {x:g}{said}')
     elif low == 0:
-        must = 'be positive' if open_low else 'be at least 0'
+        must = 'be positive'
     else:
         must = f'be {"above" if open_low else "at least"} {low:g}'
     raise ValueError(f'{name} must {must}, not {x:g}{said}')
@@ -79,9 +81,12 @@ def whole(name: str, value: Any, least: int = 1, advice: str = '') -> None:
     Raises:
       ValueError: for all else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+    known = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not known or value < least:
         said = f': {advice}' if advice else ''
-        raise ValueError(f'{name} must be a whole number of at least {least}, not {shown(value)}{said}')
+        raise ValueError(
+            f'{name} must be {"" if known else "a whole number of "}at least {least}, not {shown(value)}{said}'
+        )
 
 
 def labels(name: str, y: Any, length: int | None = None, classes: int | None = None) -> None:
@@ -135,5 +140,5 @@ def shown(value: Any) -> str:
     """A value in a message: arrays by their shape, all else cut to a line."""
     if isinstance(value, np.ndarray | jax.Array) and np.ndim(value):
         return f'an array {np.shape(value)}'
-    text = ' '.join(repr(value).split())
+    text = ' '.join((str if isinstance(value, np.generic) else repr)(value).split())
     return text if len(text) <= 60 else text[:57] + '...'
