@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedjax_nc import checks
 from fedjax_nc.base import Aggregator, Array, Tree
 
 
@@ -58,7 +59,8 @@ class ClassRows(NamedTuple):
 def _class_mean() -> Aggregator:
     def partial(messages: ClassRows, weights: Array, slots: Array, cohort: int) -> ClassRows:
         weight = messages.weight.astype(jnp.float32) * jnp.sign(weights)[:, None]
-        return ClassRows(jnp.einsum('kc,kcd->cd', weight, messages.rows, precision='highest'), jnp.sum(weight, axis=0))
+        rows = jnp.where(weight[..., None] > 0, messages.rows, 0.0)
+        return ClassRows(jnp.einsum('kc,kcd->cd', weight, rows, precision='highest'), jnp.sum(weight, axis=0))
 
     def finish(summed: ClassRows) -> ClassRows:
         return summed._replace(rows=summed.rows / jnp.where(summed.weight > 0, summed.weight, 1.0)[:, None])
@@ -149,8 +151,7 @@ def trimmed_mean(share: float) -> Callable[[Tree, Array], Tree]:
     Raises:
       ValueError: for another share.
     """
-    if not 0 <= share < 0.5:
-        raise ValueError(f'share must lie in [0, 0.5), not {share}: use coordinate_median to trim all but the middle')
+    checks.number('share', share, high=0.5, open_high=True, advice='coordinate_median trims all but the middle')
 
     def reduce(messages: Tree, weights: Array) -> Tree:
         live = jnp.sum(weights > 0)
@@ -183,8 +184,8 @@ def krum(byzantine: int, select: int = 1) -> Callable[[Tree, Array], Tree]:
     Raises:
       ValueError: if `byzantine` is negative or `select` below 1.
     """
-    if byzantine < 0 or select < 1:
-        raise ValueError(f'krum needs byzantine >= 0 and select >= 1, not {byzantine} and {select}')
+    checks.whole('byzantine', byzantine, 0)
+    checks.whole('select', select)
 
     def reduce(messages: Tree, weights: Array) -> Tree:
         live, everyone = weights > 0, jnp.arange(len(weights))

@@ -59,7 +59,7 @@ class Batch(NamedTuple):
 
     x: Array  # [B, ...]
     y: Array = None  # type: ignore[assignment]  # [B] int32
-    mask: Array = None  # type: ignore[assignment]  # [B] bool, False for padding; None means no padding
+    mask: Array = None  # type: ignore[assignment]  # [B] bool, False for padding, copies of a real row; None: no padding
     counts: Array = None  # type: ignore[assignment]  # [C] label histogram of the client's training data
     key: Array | None = None  # None means evaluation: no augmentation, no dropout, running statistics
 
@@ -116,6 +116,7 @@ class Aggregate(NamedTuple):
     value: Tree  # what the algorithm's aggregator made of the messages
     weight: Array  # [] float32, examples held by the cohort
     clients: Array  # [] float32, clients of the cohort that hold any
+    cohort: int | None = None  # how many were drawn, whoever holds nothing included; None where nobody says
 
 
 class Info(NamedTuple):

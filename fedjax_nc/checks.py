@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from fedjax_nc.base import Array
+from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Model, Objective
 
 MOST_CLASSES = 2**20
 """A label beyond is a mistake: tables [K, C] and loops over classes would take all memory and time."""
@@ -142,3 +142,33 @@ def shown(value: Any) -> str:
         return f'an array {np.shape(value)}'
     text = ' '.join((str if isinstance(value, np.generic) else repr)(value).split())
     return text if len(text) <= 60 else text[:57] + '...'
+
+
+SUCH_AS = {
+    Objective: 'an Objective, such as objective(model, head, loss)',
+    Model: 'a Model, such as models.from_flax(module)',
+    Head: 'a Head, such as heads.linear()',
+    Algorithm: 'an Algorithm, such as fedavg.algorithm(task, local.sgd(0.1))',
+    FederatedData: 'FederatedData, such as data.federate(x, y, parts)',
+}
+
+
+def kind(name: str, value: Any, wanted: type) -> None:
+    """Refuses what is not of one of the library's types: a model where a task is due, or a module for a model.
+
+    Raises:
+      ValueError: for all else.
+    """
+    if not isinstance(value, wanted):
+        given = type(value).__name__ if not isinstance(value, type) else f'the class {value.__name__}'
+        raise ValueError(f'{name} must be {SUCH_AS[wanted]}, not {given}')
+
+
+def optimizer(name: str, value: Any) -> None:
+    """Refuses what is no function from the round to an optimizer.
+
+    Raises:
+      ValueError: for all else.
+    """
+    if not callable(value) or isinstance(value, type):
+        raise ValueError(f'{name} is a function of the round: local.sgd(0.1), or lambda round: optax.sgd(0.1)')

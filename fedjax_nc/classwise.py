@@ -1,12 +1,13 @@
 """Statistics of features by class: what a client can say about its examples without sending one.
 
 All work on `z [n, D]`, `y [n]` int labels and `weight [n]`, 0 for rows that do not count, such as padding; a class
-without weight has a zero row. Everything is float32.
+without weight has a zero row. Rows that do not count may hold anything, NaN too. Everything is float32.
 """
 
 import jax
 import jax.numpy as jnp
 
+from fedjax_nc import checks
 from fedjax_nc.base import Array, Shard
 
 
@@ -16,9 +17,15 @@ def real(shard: Shard) -> Array:
 
 
 def sums(z: Array, y: Array, weight: Array, classes: int) -> tuple[Array, Array]:
-    """`sum_i w_i z_i` and `sum_i w_i` of each class: [C, D] and [C]."""
+    """`sum_i w_i z_i` and `sum_i w_i` of each class: [C, D] and [C].
+
+    Raises:
+      ValueError: as all of this module, for other shapes than [n, D], [n] and [n], or labels that are no integers.
+    """
+    fitting(z, y, weight)
     share = jax.nn.one_hot(y, classes, dtype=jnp.float32) * weight[:, None]
-    return jnp.matmul(share.T, z.astype(jnp.float32), precision='highest'), jnp.sum(share, axis=0)
+    z = jnp.where(weight[:, None] > 0, z.astype(jnp.float32), 0.0)
+    return jnp.matmul(share.T, z, precision='highest'), jnp.sum(share, axis=0)
 
 
 def means(z: Array, y: Array, weight: Array, classes: int) -> tuple[Array, Array]:
@@ -33,6 +40,7 @@ def scatter(z: Array, y: Array, weight: Array, mean: Array) -> Array:
     Products of centred features: the mean of squares less the square of the mean would lose all digits in float32.
     Classes follow each other, so that memory is that of the features and the result.
     """
+    fitting(z, y, weight)
     z = z.astype(jnp.float32)
 
     def of_class(args: tuple[Array, Array]) -> Array:
@@ -41,3 +49,10 @@ def scatter(z: Array, y: Array, weight: Array, mean: Array) -> Array:
         return jnp.matmul((weight[:, None] * gap).T, gap, precision='highest')
 
     return jax.lax.map(of_class, (jnp.arange(mean.shape[0]), mean))
+
+
+def fitting(z: Array, y: Array, weight: Array) -> None:
+    """Raises ValueError unless every row of `z [n, D]` has one integer label and one weight."""
+    checks.rows('z', z)
+    checks.labels('y', y, len(z))
+    checks.rows('weight', weight, 1, len(z))

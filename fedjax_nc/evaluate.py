@@ -12,14 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_nc import checks
 from fedjax_nc.base import Algorithm, Array, FederatedData, Shard, State
 from fedjax_nc.local import batch_at, full_batches
 
 
 def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int = 256) -> Array:
-    """Counts [C, C] int32 of `predict: x [B, ...] -> logits [B, C]` over the examples of one shard."""
+    """Counts [C, C] int32 of `predict: x [B, ...] -> logits [B, C]` over the examples of one shard.
+
+    Raises:
+      ValueError: for logits or labels of other shapes, or if the model and the data have other numbers of classes.
+    """
     classes = shard.counts.shape[0]
-    width = jax.eval_shape(predict, shard.x[:1]).shape[-1]
+    checks.labels('labels', shard.y, len(shard.x))
+    checks.whole('batch_size', batch_size)
+    logits = jax.eval_shape(predict, shard.x[:1])
+    checks.rows('logits', logits, length=1)
+    width = logits.shape[-1]
     if width != classes:
         raise ValueError(
             f'the model tells {width} classes apart and the data have {classes}: give both the same number'
@@ -39,14 +48,15 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
     """Counts [C, C] of the generic model on a test set `x [n, ...]`, `y [n]` int.
 
     Raises:
-      ValueError: if the set is empty, its lengths differ, or a label is not in [0, C).
+      ValueError: if the set is empty, its shapes do not fit, a label is not in [0, C), or an example is not finite.
     """
-    if len(x) != len(y) or len(y) == 0:
-        raise ValueError(f'a test set needs one label for each example, not {len(y)} for {len(x)}')
-    if not isinstance(y, jax.core.Tracer):
-        low, high = np.min(labels := np.asarray(y)), np.max(labels)
-        if low < 0 or high >= num_classes:
-            raise ValueError(f'test labels must lie in [0, {num_classes}), not in [{low}, {high}]')
+    checks.kind('algorithm', algorithm, Algorithm)
+    checks.whole('num_classes', num_classes)
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    if x.ndim == 0 or len(x) == 0:
+        raise ValueError(f'a test set needs examples [n, ...], not the shape {x.shape}')
+    checks.labels('test labels', y, len(x), num_classes)
+    checks.finite('test examples', x)
     return _generic(algorithm, state, x, y, num_classes, batch_size)
 
 
@@ -79,6 +89,10 @@ def per_client(
     Raises:
       ValueError: if the model and the data have other numbers of classes, or the state and the data of clients.
     """
+    checks.kind('algorithm', algorithm, Algorithm)
+    checks.kind('data', data, FederatedData)
+    if allowed is not None and np.shape(allowed)[1:] != (data.num_classes,):
+        raise ValueError(f'`allowed` must be [K, C] for {data.num_classes} classes, not {np.shape(allowed)}')
     for what, found in (('the state has', state.clients), ('`allowed` has rows for', allowed)):
         sizes = {len(u) for u in jax.tree.leaves(found)} - {data.num_clients}
         if sizes:
@@ -96,14 +110,23 @@ def per_client(
     return jax.lax.map(one, (jnp.arange(data.num_clients), state.clients, allowed))
 
 
+def square(counts: Array) -> None:
+    """Raises ValueError, as all that reads tables does, for what is no table `[..., C, C]`."""
+    shape = np.shape(counts)
+    if len(shape) < 2 or shape[-1] != shape[-2]:
+        raise ValueError(f'a table of counts has the shape [..., C, C], not {shape}: see generic and per_client')
+
+
 def accuracy(counts: Array) -> Array:
     """Share of correct predictions of tables `[..., C, C]`; 0 for an empty table."""
+    square(counts)
     total = jnp.sum(counts, axis=(-2, -1))
     return jnp.trace(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
 
 
 def class_accuracy(counts: Array) -> Array:
     """Accuracy of each true class, `[..., C, C] -> [..., C]`; 0 for a class without examples."""
+    square(counts)
     total = jnp.sum(counts, axis=-1)
     return jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
 
@@ -114,9 +137,18 @@ def weighted_accuracy(counts: Array, weights: Array) -> Array:
     With `data.class_weights` these are the personalised accuracies PM(V) and PM(L) of FedNH (Dai et al., AAAI 2023) on
     their balanced test set. On an unbalanced one classes still count by their weights alone, as in FedLoGe.
     """
+    square(counts)
+    by_class('weights', weights, counts)
     weights = jnp.where(jnp.sum(counts, axis=-1) > 0, weights, 0.0)
     total = jnp.sum(weights, axis=-1)
     return jnp.sum(weights * class_accuracy(counts), axis=-1) / jnp.where(total > 0, total, 1.0)
+
+
+def by_class(name: str, values: Array, counts: Array) -> None:
+    """Raises ValueError for values that are not one for each class of tables `[..., C, C]`."""
+    shape, tables = np.shape(values), np.shape(counts)[:-1]
+    if shape != tables[len(tables) - len(shape) :]:
+        raise ValueError(f'{name} must have the shape {tables}, as the tables have classes, not {shape}')
 
 
 def groups(counts: Array) -> Array:
@@ -145,24 +177,29 @@ def group_accuracy(counts: Array, groups: Array) -> Array:
     Accuracies of clients by their own groups are to be averaged over those that have any, with
     `over(group_accuracy(tables, g), by_group(tables.sum(-1), g) > 0)`.
     """
+    square(counts)
+    by_class('groups', groups, counts)
     hits = by_group(jnp.diagonal(counts, axis1=-2, axis2=-1), groups)
     return hits / jnp.maximum(by_group(jnp.sum(counts, axis=-1), groups), 1).astype(jnp.float32)
 
 
 def class_f1(counts: Array) -> Array:
     """F1 score of each class, `[..., C, C] -> [..., C]`: `2 hits / (examples + predictions)`; 0 without either."""
+    square(counts)
     met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2)
     return 2.0 * jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(met, 1).astype(jnp.float32)
 
 
 def macro_f1(counts: Array) -> Array:
     """Mean F1 score over the classes that a table holds or predicts: `[..., C, C] -> [...]`."""
+    square(counts)
     met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2) > 0
     return jnp.sum(class_f1(counts), axis=-1) / jnp.maximum(jnp.sum(met, axis=-1), 1)
 
 
 def weighted_f1(counts: Array) -> Array:
     """Mean F1 score weighted by the examples of each true class: `[..., C, C] -> [...]`."""
+    square(counts)
     support = jnp.sum(counts, axis=-1)
     total = jnp.maximum(jnp.sum(support, axis=-1), 1).astype(jnp.float32)
     return jnp.sum(support * class_f1(counts), axis=-1) / total
@@ -182,6 +219,9 @@ def over(values: Array, weight: Array) -> Over:
       values: one number for each client, or several.
       weight: as `values` or [K], such as `data.size`, or whether a client counts.
     """
+    weight = jnp.asarray(weight)
+    if weight.ndim == 0 or weight.shape != values.shape[: weight.ndim]:
+        raise ValueError(f'weights {weight.shape} do not fit values {values.shape}: give one for each client')
     weight = jnp.expand_dims(weight, range(weight.ndim, values.ndim)).astype(jnp.float32)
     share = weight / jnp.maximum(jnp.sum(weight, axis=0), jnp.finfo(jnp.float32).tiny)
     values = jnp.where(weight > 0, values, 0.0)
@@ -200,6 +240,8 @@ class OverClients(NamedTuple):
 
 def over_clients(counts: Array) -> OverClients:
     """Sums up tables [K, C, C] of all clients."""
+    square(counts)
+    checks.rows('tables', counts, 3)
     tested = jnp.sum(counts, axis=(-2, -1)) > 0
     values = accuracy(counts)
     low = jnp.nanpercentile(jnp.where(tested, values, jnp.nan), 10)

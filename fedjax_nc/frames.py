@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_nc import checks
 from fedjax_nc.base import Array
 
 
@@ -67,8 +68,8 @@ def uniform(key: Array, dim: int, classes: int, method: str = 'auto') -> Array:
     """
     if method not in ('auto', 'orthogonal'):
         raise ValueError(f"method must be 'auto' or 'orthogonal', not {method!r}")
-    if dim < 1 or classes < 1:
-        raise ValueError(f'a frame needs at least one class and one dimension, not {classes} in {dim}')
+    checks.whole('dim', dim)
+    checks.whole('classes', classes)
     if method == 'orthogonal' and classes > dim:
         raise ValueError(f"{classes} vectors cannot be orthogonal in {dim} dimensions: use method='auto'")
     if method == 'orthogonal' or classes == 1:
@@ -163,12 +164,12 @@ def sparse_etf(
       ValueError: if no ETF of this size exists, for numbers out of range or an unknown solver, or if a column has no
         entry left, which goes unnoticed under `jit`.
     """
-    if not 0 <= sparsity < 1:
-        raise ValueError(f'sparsity must lie in [0, 1), not {sparsity}')
+    checks.number('sparsity', sparsity, high=1, open_high=True)
     if solver not in ('mma', 'gram'):
         raise ValueError(f"solver must be 'mma' or 'gram', not {solver!r}")
-    if norm <= 0 or (steps is not None and steps < 0):
-        raise ValueError(f'norm must be positive and steps not negative, not {norm} and {steps}')
+    checks.number('norm', norm, open_low=True)
+    if steps is not None:
+        checks.whole('steps', steps, 0)
     k_dense, k_zeros = jax.random.split(key)
     dense = simplex_etf(k_dense, dim, classes)
     zeros = int(sparsity * dim * classes + 1e-6)  # 0.29 * 100 is a little less than 29

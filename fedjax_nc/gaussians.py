@@ -70,10 +70,12 @@ def merge(classes: ClassRows, scatters: Array, covariance: str = 'full') -> Gaus
 def sample(
     key: Array, gaussians: Gaussians, samples: int, *, proportional: bool = False, ridge: Array | float = 0.0
 ) -> Shard:
-    """Virtual features as the data of a client: `z = mu_c + Q sqrt(max(w, 0)) eps` with `Sigma_c = Q diag(w) Q^T`.
+    """Virtual features as the data of a client: `z = mu_c + R_c eps`, where `R_c R_c = Sigma_c`.
 
-    That is exact for every covariance that is positive semidefinite, where Cholesky's and unclipped square roots give
-    NaN. Unknown classes have no samples. A class's samples depend on the key, its number and its Gaussian alone.
+    With `Sigma_c = Q diag(w) Q^T` the root is `R_c = Q sqrt(max(w, 0)) Q^T`: exact for every covariance that is positive
+    semidefinite, where Cholesky's and unclipped square roots give NaN; and it hardly moves with the covariance, where
+    single eigenvectors may turn round. Unknown classes have no samples. A class's samples depend on the key, its number
+    and its Gaussian alone.
 
     Args:
       key: randomness.
@@ -108,7 +110,8 @@ def gaussian(key: Array, mean: Array, cov: Array, samples: int, ridge: Array | f
     if cov.ndim == 1:
         return mean + jnp.sqrt(jnp.maximum(cov + ridge, 0.0)) * eps
     w, q = jnp.linalg.eigh(cov)
-    return mean + jnp.matmul(eps, (q * jnp.sqrt(jnp.maximum(w + ridge, 0.0))).T, precision='highest')
+    root = jnp.matmul(q * jnp.sqrt(jnp.maximum(w + ridge, 0.0)), q.T, precision='highest')
+    return mean + jnp.matmul(eps, root, precision='highest')
 
 
 def known(covariance: str) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_nc import checks
 from fedjax_nc.base import Array, Batch, Info, Shard, Tree
 
 ClientOptimizer = Callable[[Array], optax.GradientTransformation]
@@ -51,10 +52,8 @@ def sgd(
         positive.
     """
     for name, value in (('lr', lr), ('weight_decay', weight_decay), ('decay', decay)):
-        if isinstance(value, int | float) and not value >= 0:
-            raise ValueError(f'{name} must not be negative: {value}')
-    if not 0 <= momentum < 1:
-        raise ValueError(f'momentum must lie in [0, 1), not {momentum}')
+        checks.number(name, value)
+    checks.number('momentum', momentum, high=1, open_high=True)
     clipped = clipping(clip)
 
     def at(round: Array) -> optax.GradientTransformation:
@@ -77,8 +76,7 @@ def clipping(norm: float | None) -> optax.GradientTransformation:
     """
     if norm is None:
         return optax.identity()
-    if not norm > 0:
-        raise ValueError(f'clip must be positive, not {norm}: None clips nothing')
+    checks.number('clip', norm, open_low=True, finite=False, advice='None clips nothing')
     return optax.clip_by_global_norm(norm)
 
 
@@ -91,15 +89,19 @@ def shuffled(key: Array, shard: Shard, batch_size: int) -> Array:
 
 
 def full_batches(rows: Array, batch_size: int) -> Array:
-    """Pads `rows [N]` with its first entry to a multiple of the batch size."""
-    return jnp.concatenate([rows, jnp.broadcast_to(rows[:1], (-len(rows) % batch_size,))])
+    """Pads `rows [N]` to a multiple of the batch size."""
+    return jnp.pad(rows, (0, -len(rows) % batch_size))
 
 
 def batch_at(step: Array, rows: Array, shard: Shard, batch_size: int, key: Array | None = None) -> Batch:
-    """The examples `step * batch_size + [0, batch_size)` of `rows`; those past the client's size are masked."""
+    """The examples `step * batch_size + [0, batch_size)` of `rows`, of which the client owns the first ones.
+
+    Those past its size are masked, and are copies of the first: what is masked is computed all the same, and because
+    `0 * nan` is not 0, a row of somebody else's would reach gradients.
+    """
     start = step * batch_size
-    picked = jax.lax.dynamic_slice(rows, (start,), (batch_size,))
     mask = start + jnp.arange(batch_size) < shard.size
+    picked = jnp.where(mask, jax.lax.dynamic_slice(rows, (start,), (batch_size,)), rows[0])
     with jax.named_scope('gather'):
         x, y = shard.x[picked], shard.y[picked]
     return Batch(x, y, mask, shard.counts, key)
@@ -133,8 +135,8 @@ def local_sgd(
     Raises:
       ValueError: if batch size or epochs are below 1, or epochs are beyond counting.
     """
-    if plan.batch_size < 1 or plan.epochs < 1:
-        raise ValueError(f'a plan needs at least one example a batch and one epoch, not {plan}')
+    checks.whole('batch_size', plan.batch_size)
+    checks.whole('epochs', plan.epochs)
     if plan.epochs * (shard.index.shape[0] + plan.batch_size) >= 2**31:
         raise ValueError(f'{plan.epochs} local epochs are more examples than can be counted: take fewer')
     b = min(plan.batch_size, shard.index.shape[0])
@@ -190,7 +192,8 @@ def sweep(fn: Callable[[Batch], Array], shard: Shard, batch_size: int, key: Arra
 def featurize(features: Callable[[Batch], Array], shard: Shard, batch_size: int, key: Array | None = None) -> Shard:
     """The client's data seen through a fixed model: a shard whose pool is its own `features(batch)`, computed once.
 
-    Its pool is in index order, so that row i is `shard.index[i]`; rows beyond the client's size are zero.
+    Its pool is in index order, so that row i is `shard.index[i]`; rows and labels beyond the client's size are zero.
     """
     z = sweep(features, shard, batch_size, key)
-    return shard._replace(x=z, y=shard.y[shard.index], index=jnp.arange(len(z)))
+    y = jnp.where(jnp.arange(len(z)) < shard.size, shard.y[shard.index], 0)
+    return shard._replace(x=z, y=y, index=jnp.arange(len(z)))

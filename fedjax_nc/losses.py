@@ -7,13 +7,19 @@ examples of a batch happens in `objective`. Variants are made with `functools.pa
 import jax.numpy as jnp
 import optax
 
+from fedjax_nc import checks
 from fedjax_nc.base import Array
 
 ABSENT = -1e9  # a log prior that removes a class; infinite ones would turn 0 * inf into NaN
 
 
 def cross_entropy(logits: Array, labels: Array, counts: Array | None = None) -> Array:
-    """Softmax cross-entropy."""
+    """Softmax cross-entropy.
+
+    Raises:
+      ValueError: as all losses, for other shapes than [B, C] and [B], or labels that are no integers.
+    """
+    fitting(logits, labels)
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
 
 
@@ -91,4 +97,14 @@ def positive(logits: Array, labels: Array, counts: Array | None = None, *, targe
 
 def true_logit(logits: Array, labels: Array) -> Array:
     """The logit of each example's true class: [B, C] and [B] to [B] float32."""
+    fitting(logits, labels)
     return jnp.take_along_axis(logits.astype(jnp.float32), labels[:, None], axis=-1)[:, 0]
+
+
+def fitting(logits: Array, labels: Array) -> None:
+    """Raises ValueError unless there is one integer label for each row of `logits [B, C]`.
+
+    Labels [B, 1] would be compared with every row, and the result still be a number.
+    """
+    checks.rows('logits', logits)
+    checks.labels('labels', labels, len(logits))

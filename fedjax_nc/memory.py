@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import classwise, tree
+from fedjax_nc import checks, classwise, tree
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.base import Array, Batch, FederatedData, Objective, Tree, Variables
 
@@ -50,6 +50,8 @@ def remembering(task: Objective) -> Objective:
     `fixed` becomes `{'head': the task's own, 'memory': Memory}`; whoever moves the memory is another matter.
     """
 
+    checks.kind('task', task, Objective)
+
     def own(v: Variables) -> Variables:
         return v._replace(fixed=v.fixed['head'])
 
@@ -78,6 +80,8 @@ def tallying(task: Objective, epochs: int) -> Objective:
     The sums pass through training as running statistics do: `stats` becomes `{'model': the task's own, 'visited': [],
     'tally': ClassRows}` with sums as rows.
     """
+
+    checks.kind('task', task, Objective)
 
     def own(v: Variables) -> Variables:
         return v._replace(stats=v.stats['model'])

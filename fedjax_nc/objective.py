@@ -1,15 +1,22 @@
 """Model, head and loss joined into the one thing that algorithms see."""
 
 from collections.abc import Callable, Container
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fedjax_nc import checks
 from fedjax_nc.base import Array, Batch, FederatedData, Head, Loss, Model, Objective, Tree, Variables
 
 
 def masked_mean(values: Array, mask: Array | None) -> Array:
-    """Mean of `values [B]` over the rows where `mask [B]` holds, in float32; 0 if there are none."""
+    """Mean of `values [B]` over the rows where `mask [B]` holds, in float32; 0 if there are none.
+
+    Raises:
+      ValueError: for other shapes: one number for all would count masked rows, and look like a mean.
+    """
+    checks.rows('values', values, 1, None if mask is None else len(mask))
     if mask is None:
         return jnp.mean(values, dtype=jnp.float32)
     values = jnp.where(mask, values.astype(jnp.float32), 0.0)
@@ -22,15 +29,26 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
     `params` of its Variables has the entries 'body' and 'head', `fixed` is the head's.
 
     Raises:
-      ValueError: on `init`, for parameters of less than float32.
+      ValueError: for a model, head or loss that is none; on `init`, for parameters of less than float32, or for
+        features, logits or losses of other shapes than [B, D], [B, C] and [B]; in training, for another number of
+        classes in the data than in the head.
     """
+    checks.kind('model', model, Model)
+    checks.kind('head', head, Head)
+    if not callable(loss):
+        raise ValueError(f'loss must be a function, such as losses.cross_entropy, not {type(loss).__name__}')
 
     def init(key: Array, data: FederatedData) -> Variables:
+        checks.kind('data', data, FederatedData)
         kb, kh = jax.random.split(key)
-        x = data.x[:1]
-        body, stats = model.init(kb, x)
-        z, _ = jax.eval_shape(lambda x: model.features(body, stats, x, None, None), x)
+        # First parameters depend on shapes alone, and on nobody's example. Of two, so that a batch can be told apart.
+        x = jnp.zeros((2, *data.x.shape[1:]), data.x.dtype)
+        body, stats = model.init(kb, x[:1])
+        z = shape_of(lambda x: model.features(body, stats, x, None, None)[0], 'features [B, D]', 2, x)
         params, fixed = head.init(kh, z.shape[-1], data.num_classes)
+        logits = shape_of(lambda z: head.logits(params, fixed, z), 'logits [B, C]', 2, z)
+        y, counts = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, data.num_classes))
+        shape_of(loss, 'one loss for each example [B], whose mean the objective takes', 1, logits, y, counts)
         low = {str(u.dtype) for u in jax.tree.leaves((body, params)) if u.dtype in (jnp.bfloat16, jnp.float16)}
         if low:
             raise ValueError(
@@ -46,13 +64,30 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
         return head.logits(v.params['head'], v.fixed, z)
 
     def batch_loss(v: Variables, z: Array, batch: Batch) -> Array:
-        return masked_mean(loss(logits(v, z), batch.y, batch.counts), batch.mask)
+        values = logits(v, z)
+        if batch.counts is not None and values.shape[-1] != len(batch.counts):
+            raise ValueError(
+                f'the head tells {values.shape[-1]} classes apart and the data have {len(batch.counts)}: begin with '
+                'simulate.init on these data, or give data.federate its num_classes'
+            )
+        return masked_mean(loss(values, batch.y, batch.counts), batch.mask)
 
     return Objective(init, features, logits, batch_loss)
 
 
+def shape_of(fn: Callable[..., Array], what: str, ndim: int, *args: Any) -> jax.ShapeDtypeStruct:
+    """What a function of a batch of two returns, without computing it; refused if it is not `ndim` axes of two rows."""
+    out = jax.eval_shape(fn, *args)
+    shape = getattr(out, 'shape', None)
+    if shape is None or len(shape) != ndim or shape[0] != 2:
+        found = f'the shape {shape}' if shape is not None else f'a {type(out).__name__}'
+        raise ValueError(f'expected {what}, and for a batch of 2 there came {found}')
+    return out
+
+
 def on_features(task: Objective) -> Objective:
     """The same task for examples that are features already, as `local.featurize` makes them."""
+    checks.kind('task', task, Objective)
     return task._replace(features=lambda v, batch: (batch.x, v.stats))
 
 
@@ -68,6 +103,7 @@ def freezing(task: Objective, trained: Container[str]) -> Objective:
 
 def transformed(task: Objective, transform: Callable[[Array], Array]) -> Objective:
     """The same task on transformed features: `[B, D] -> [B, D]`."""
+    checks.kind('task', task, Objective)
 
     def features(v: Variables, batch: Batch) -> tuple[Array, Tree]:
         z, stats = task.features(v, batch)

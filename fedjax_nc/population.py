@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import devices, simulate
+from fedjax_nc import checks, devices, simulate
 from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
 from fedjax_nc.models.convolution import compiler_options
 
@@ -157,16 +157,18 @@ def make_round(
     choose = jax.jit(
         lambda key, population: simulate.choose(simulate.cohort_key(key), population, cohort), static_argnums=1
     )
-    if cohort is not None and cohort < 1:
-        raise ValueError(f'cohort must be at least 1, not {cohort}')
+    if cohort is not None:
+        checks.whole('cohort', cohort)
 
     def round(key: Array, state: State, data: FederatedData, ids: Array | None = None) -> tuple[State, simulate.Report]:
         store: Store = state.clients
+        if not isinstance(store, Store):
+            raise ValueError('the state holds its clients itself: make it with population.init, or use simulate')
         if store.num_clients != data.num_clients:
             raise ValueError(
                 f'the state has {store.num_clients} clients and the data {data.num_clients}: make it with init'
             )
-        chosen = np.asarray(choose(key, data.num_clients) if ids is None else ids)
+        chosen = np.asarray(choose(key, data.num_clients) if ids is None else simulate.named(ids, data.num_clients))
         held = store.take(chosen)
         if mesh is not None:
             held = jax.device_put(held, devices.shardings(mesh, held)[1])

@@ -12,11 +12,12 @@ of whether a client, with all its examples, took part at all.
 """
 
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import aggregators, tree
+from fedjax_nc import aggregators, checks, tree
 from fedjax_nc.algorithms import fednova
 from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Shard, Tree
 
@@ -26,13 +27,15 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
 
     The whole message is clipped at once, whatever it holds, and clients count the same, whatever their size. The
     algorithm then goes on as if each of M clients had sent the noisy mean, so that its own aggregator, be it a sum or a
-    median, sees nothing else; M stands for the numbers of examples and of clients too. What clients keep for themselves
+    median, sees nothing else; M stands for the number of clients too, and how many examples they hold is not told. What
+    clients keep for themselves
     is not noisy and not to be published, and neither are the reports of rounds, which are for the person who simulates.
     Nor is it clipped: SCAFFOLD's and FedDyn's servers follow the noisy changes of what clients keep exactly.
 
     Args:
       algorithm: one whose server works with means or sums of messages. Means by class and FedNova's directions are
-        weighted before they are summed, which noisy weights do not allow.
+        weighted before they are summed, which noisy weights do not allow; nor may the server ask for numbers of
+        examples, as SCAFFOLD does under `aggregators.mean`.
       clip: S, such as the median norm of messages.
       noise_multiplier: z; 0 clips without privacy. See `epsilon` for what it buys.
       cohort: M, the fixed denominator: clients a round, as given to `simulate.make_round`.
@@ -40,14 +43,12 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     Raises:
       ValueError: if S is not positive and finite, z negative, or M below 1; when a state is made, for a model with
         running statistics: they are not changes, and clipping would destroy them; in the first round, for messages
-        that are weighted.
+        that are weighted, a server that asks for numbers of examples, or a cohort of another size.
     """
-    if not 0 < clip < float('inf'):
-        raise ValueError(f'clip must be positive and finite, not {clip}')
-    if not noise_multiplier >= 0:
-        raise ValueError(f'noise_multiplier must not be negative: {noise_multiplier}')
-    if cohort < 1:
-        raise ValueError(f'cohort must be at least 1, not {cohort}')
+    checks.kind('algorithm', algorithm, Algorithm)
+    checks.number('clip', clip, open_low=True)
+    checks.number('noise_multiplier', noise_multiplier)
+    checks.whole('cohort', cohort)
 
     def init_client(key: Array, server: Tree) -> Tree:
         if jax.tree.leaves(server.variables.stats):
@@ -63,9 +64,16 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
                 'this algorithm weighs what clients send, by class or by their steps, before it is summed: in private '
                 'use one that sends changes of a model alone, such as fedavg'
             )
-        return client, clipped(message, clip), info
+        kept = clipped(message, clip)
+        # What is dropped leaves no other trace: the report knows the client as broken by its loss.
+        whole = jnp.isfinite(tree.dot(message, message))
+        return client, kept, info._replace(loss=jnp.where(whole, info.loss, jnp.nan))
 
     def server(key: Array, server: Tree, aggregate: Aggregate) -> Tree:
+        if isinstance(aggregate.cohort, int) and aggregate.cohort != cohort:
+            raise ValueError(
+                f'private divides by cohort={cohort}, and the round has {aggregate.cohort} clients: give both the same'
+            )
         k_noise, key = jax.random.split(key)
         mean = tree.scale(noisy(k_noise, aggregate.value, noise_multiplier * clip), 1.0 / cohort)
         message = jax.tree.map(lambda u: u[None], mean)
@@ -76,9 +84,22 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
         slots = jnp.arange(cohort)
         total = jax.lax.fori_loop(1, cohort, lambda i, total: tree.add(total, sent(slots[i])), sent(slots[0]))
         value = algorithm.aggregate.finish(total)
-        return algorithm.server(key, server, Aggregate(value, jnp.float32(cohort), jnp.float32(cohort)))
+        return algorithm.server(key, server, Aggregate(value, UNKNOWN, jnp.float32(cohort), cohort))
 
     return algorithm._replace(init_client=init_client, client=client, aggregate=aggregators.total, server=server)
+
+
+class Unknown:
+    """A number that is not told: whoever computes with it is refused."""
+
+    def __jax_array__(self) -> Array:
+        raise ValueError(
+            'the server of this algorithm asks how many examples the cohort holds, which is not told in private: let '
+            'clients count alike, by aggregate=aggregators.uniform'
+        )
+
+
+UNKNOWN: Any = Unknown()
 
 
 def clipped(message: Tree, norm: float) -> Tree:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_nc import checks
 from fedjax_nc.base import Array, Tree
 
 Rate = Array | float | Callable[[Array], Array]
@@ -36,6 +37,7 @@ def fedavgm(lr: Rate = 0.1, beta: Array | float = 0.9) -> optax.GradientTransfor
     Hsu, Qi, Brown. arXiv 2019. https://arxiv.org/abs/1909.06335
     """
     within(beta=beta)
+    rate(lr)
     return optax.sgd(lr, momentum=beta)
 
 
@@ -60,11 +62,16 @@ def fedyogi(
     return adaptive(lambda v, square: v - (1 - b2) * square * jnp.sign(v - square), lr, b1, tau)
 
 
+def rate(lr: Rate) -> None:
+    """Raises ValueError for a rate that is neither a schedule nor a number of at least 0."""
+    if not callable(lr):
+        checks.number('lr', lr)
+
+
 def within(**shares: Array | float) -> None:
     """Raises ValueError for a number outside [0, 1)."""
     for name, value in shares.items():
-        if isinstance(value, int | float) and not 0 <= value < 1:
-            raise ValueError(f'{name} must lie in [0, 1), not {value}')
+        checks.number(name, value, high=1, open_high=True)
 
 
 def adaptive(
@@ -79,11 +86,11 @@ def adaptive(
       tau: what keeps coordinates that hardly moved from large steps.
 
     Raises:
-      ValueError: for a `tau` that is not positive, or a `b1` outside [0, 1).
+      ValueError: for a negative `lr`, a `tau` that is not positive, or a `b1` outside [0, 1).
     """
     within(b1=b1)
-    if isinstance(tau, int | float) and not tau > 0:
-        raise ValueError(f'tau must be positive, not {tau}: steps are divided by it where nothing has moved')
+    rate(lr)
+    checks.number('tau', tau, open_low=True, advice='steps are divided by it where nothing has moved')
 
     def init(params: Tree) -> Moments:
         m, v = (jax.tree.map(lambda u, c=c: jnp.full(u.shape, c, jnp.float32), params) for c in (0.0, tau**2))

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import devices, tree
+from fedjax_nc import checks, devices, tree
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, State, Tree
 from fedjax_nc.models.convolution import compiler_options
 
@@ -20,12 +21,13 @@ from fedjax_nc.models.convolution import compiler_options
 class Report(NamedTuple):
     """What a person may look at after a round."""
 
-    loss: Array  # [] float32, mean local training loss over the examples visited
+    loss: Array  # [] float32, mean local training loss over the examples visited by clients that are not broken
     padded_work: Array  # [] float32, share of the computed batch rows that were padding
     balance: Array  # [] float32, batch rows of the mean device over those of the busiest; 1 on a single device
     finite: Array  # [] bool, whether the new server state is free of NaN and infinity
     ids: Array  # [M'] int32, the cohort from the largest client to the smallest, filled up with K for nobody
     info: Info  # [M', ...] the clients' own reports in that order
+    broken: Array  # [M'] bool, in that order: whether a client's state, message or loss is not finite
 
 
 Round = Callable[..., tuple[State, Report]]
@@ -33,13 +35,25 @@ Round = Callable[..., tuple[State, Report]]
 
 
 def init(algorithm: Algorithm, key: Array, data: FederatedData) -> State:
-    """The state before the first round."""
+    """The state before the first round.
+
+    Raises:
+      ValueError: for what is no algorithm or no data; others as the algorithm says.
+    """
+    checks.kind('algorithm', algorithm, Algorithm)
+    checks.kind('data', data, FederatedData)
     k_server, k_clients = jax.random.split(key)
     return join(algorithm, k_clients, algorithm.init(k_server, data), data.num_clients)
 
 
 def join(algorithm: Algorithm, key: Array, server: Tree, num_clients: int) -> State:
-    """A server state with the first client states of `algorithm`: how a stage takes over from training."""
+    """A server state with the first client states of `algorithm`: how a stage takes over from training.
+
+    Raises:
+      ValueError: for what is no algorithm, or without a client; others as the algorithm says.
+    """
+    checks.kind('algorithm', algorithm, Algorithm)
+    checks.whole('num_clients', num_clients)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_clients))
     clients = jax.vmap(algorithm.init_client, in_axes=(0, None))(keys, server)
     # Donated states must own their buffers: the stage's server would otherwise share those of the state it came from.
@@ -69,26 +83,29 @@ def make_round(
     Args:
       algorithm: any `Algorithm`.
       cohort: clients a round, drawn uniformly without replacement; all of them by default. Ignored where the round is
-        called with `ids`, an array of distinct client numbers; the number of clients stands for nobody.
+        called with `ids`, an array of distinct client numbers; the number of clients stands for nobody. Under `jit`,
+        where their values are not known, numbers out of range and repeated ones are nobody too.
       chunk: clients run side by side (vmapped) on a device; the chunks of a cohort follow each other. By default
         `default_chunk`. The cohort is sorted by size, and a chunk takes as many steps as its longest client.
       mesh: devices to share the cohort, from `devices.mesh`; state and data go there with `devices.place`. The result
         is that of one device up to the order of sums.
 
     Raises:
-      ValueError: when called, if the cohort is larger than the population, or the state is of another population; when
-        built, if either number is below 1 or the mesh lacks the axis 'clients'.
+      ValueError: when called, if the cohort is larger than the population, the state is of another population, or
+        known `ids` are repeated or out of range; when built, if either number is below 1 or the mesh lacks the axis
+        'clients'.
     """
     work = make_work(algorithm, chunk=chunk, mesh=mesh)
-    if cohort is not None and cohort < 1:
-        raise ValueError(f'cohort must be at least 1, not {cohort}')
+    if cohort is not None:
+        checks.whole('cohort', cohort)
 
     def round(key: Array, state: State, data: FederatedData, ids: Array | None = None) -> tuple[State, Report]:
+        checks.kind('data', data, FederatedData)
         population = data.num_clients
         if any(u.shape[0] != population for u in jax.tree.leaves(state.clients)):
             held = jax.tree.leaves(state.clients)[0].shape[0]
             raise ValueError(f'the state has {held} clients and the data {population}: make it with init or join')
-        ids = choose(cohort_key(key), population, cohort) if ids is None else jnp.asarray(ids)
+        ids = choose(cohort_key(key), population, cohort) if ids is None else named(ids, population)
         server, clients, report = work(key, state.server, state.clients, data, ids, ids)
         return State(server, clients), report
 
@@ -102,8 +119,9 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
     row `rows[j]` of `held`. `make_round` holds the states of all clients; `population` hands over a cohort's.
     Arguments and errors are those of `make_round`.
     """
-    if chunk is not None and chunk < 1:
-        raise ValueError(f'chunk must be at least 1, not {chunk}')
+    checks.kind('algorithm', algorithm, Algorithm)
+    if chunk is not None:
+        checks.whole('chunk', chunk)
     if mesh is not None and mesh.axis_names != (devices.AXIS,):
         raise ValueError(f"the mesh needs the one axis 'clients', not {mesh.axis_names}: make it with devices.mesh")
     count = 1 if mesh is None else mesh.size
@@ -114,15 +132,18 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
         def one(i: Array, client: Tree) -> tuple[Tree, Tree, Info]:
             return algorithm.client(jax.random.fold_in(key, i), server, client, data.shard(i))
 
-        def run_chunk(held: Tree, ids: Array, rows: Array, slots: Array) -> tuple[Tree, Tree, tuple[Info, Array]]:
+        def run_chunk(held: Tree, ids: Array, rows: Array, slots: Array) -> tuple[Tree, Tree, Tree]:
             new, messages, info = lanes_of(one)(ids, tree.take(held, rows))
             real = ids < data.num_clients
             weights = jnp.where(real, jnp.take(data.size, ids, mode='clip'), 0).astype(jnp.float32)
+            broken = (weights > 0) & ~tree.finite_rows((new, messages, info.loss))
+            messages = tree.rows_where(weights > 0, messages, 0.0)  # nothing of nobody's, not even NaN
             with jax.named_scope('aggregate'):
                 total = algorithm.aggregate.partial(messages, weights, slots, count * len(all_slots) * lanes)
             paid = lanes * jnp.max(info.slots).astype(jnp.float32)
             # Nobody's row lies beyond the end, and what is written there is dropped.
-            return tree.put(held, rows, new), (total, jnp.sum(weights), jnp.sum(jnp.sign(weights))), (info, paid)
+            summed = total, jnp.sum(weights), jnp.sum(jnp.sign(weights))
+            return tree.put(held, rows, new), summed, (info, broken, paid)
 
         def body(carry: Tree, chunk: tuple[Array, Array, Array]) -> tuple[Tree, Tree]:
             held, total = carry
@@ -133,49 +154,51 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
         all_slots, lanes = slots, slots.shape[1]
         empty = jax.eval_shape(lambda: run_chunk(held, ids[0], rows[0], slots[0])[1])
         total = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), empty)
-        (held, total), (info, paid) = jax.lax.scan(body, (held, total), (ids, rows, slots))
-        return total, held, info, jnp.sum(paid)[None]
+        (held, total), (info, broken, paid) = jax.lax.scan(body, (held, total), (ids, rows, slots))
+        return total, held, (info, broken), jnp.sum(paid)[None]
 
     def spread(key: Array, server: Tree, held: Tree, data: FederatedData, *cut: Array) -> Tree:
         """`run` on every device, each with its share of the chunks and their clients' states."""
 
         def share(key: Array, server: Tree, mine: Tree, data: FederatedData, ids: Array, slots: Array) -> Tree:
-            total, mine, info, paid = run(key, server, mine, data, ids, jnp.arange(ids.size).reshape(ids.shape), slots)
-            return jax.lax.psum(total, devices.AXIS), mine, info, paid
+            total, mine, told, paid = run(key, server, mine, data, ids, jnp.arange(ids.size).reshape(ids.shape), slots)
+            return jax.lax.psum(total, devices.AXIS), mine, told, paid
 
         ids, rows, slots = cut
         whole, split = devices.EVERYWHERE, devices.BY_CLIENT
         where, to = (whole, whole, split, whole, split, split), (whole, split, split, split)
         shared = jax.shard_map(share, mesh=mesh, in_specs=where, out_specs=to, check_vma=False)
         flat = rows.reshape(-1)
-        total, mine, info, paid = shared(key, server, tree.take(held, flat), data, ids, slots)
-        return total, tree.put(held, flat, mine), info, paid
+        total, mine, told, paid = shared(key, server, tree.take(held, flat), data, ids, slots)
+        return total, tree.put(held, flat, mine), told, paid
 
     def work(
         key: Array, server: Tree, held: Tree, data: FederatedData, ids: Array, rows: Array
     ) -> tuple[Tree, Tree, Report]:
         _, k_client, k_server = jax.random.split(key, 3)
-        share = -(-len(ids) // count)
+        drawn = len(ids)
+        share = -(-drawn // count)
         lanes = min(chunk, share) if chunk else default_chunk(server, share)
         order = jnp.argsort(-data.size.at[ids].get(mode='fill', fill_value=0))  # like sizes share a chunk
-        fill = -len(ids) % (lanes * count)
+        fill = -drawn % (lanes * count)
         ids = jnp.pad(ids[order], (0, fill), constant_values=data.num_clients)  # nobody fills the last chunks
         rows = jnp.pad(rows[order], (0, fill), constant_values=jnp.iinfo(rows.dtype).max)
         cut = [u.reshape(-1, lanes) for u in (ids, rows, jnp.arange(len(ids)))]
         if mesh is None:
-            total, held, info, paid = run(k_client, server, held, data, *cut)
+            total, held, told, paid = run(k_client, server, held, data, *cut)
         else:
             sizes = data.size.at[cut[0]].get(mode='fill', fill_value=0)
             place = devices.balanced(jnp.max(sizes, axis=1), count)
-            total, held, info, paid = spread(k_client, server, held, data, *(u[jnp.argsort(place)] for u in cut))
-            info = jax.tree.map(lambda u: u[place], info)
-        (value, weight, live), info = total, jax.tree.map(lambda u: u.reshape(len(ids), *u.shape[2:]), info)
+            total, held, told, paid = spread(k_client, server, held, data, *(u[jnp.argsort(place)] for u in cut))
+            told = jax.tree.map(lambda u: u[place], told)
+        value, weight, live = total
+        info, broken = jax.tree.map(lambda u: u.reshape(len(ids), *u.shape[2:]), told)
         with jax.named_scope('server'):
-            aggregate = Aggregate(algorithm.aggregate.finish(value), weight, live)
+            aggregate = Aggregate(algorithm.aggregate.finish(value), weight, live, drawn)
             server = algorithm.server(k_server, server, aggregate)
         if mesh is not None:
             server, held = devices.settled(mesh, server, held)
-        return server, held, report(server, ids, info, paid)
+        return server, held, report(server, ids, info, broken, paid)
 
     return work
 
@@ -205,6 +228,34 @@ def choose(key: Array, population: int, cohort: int | None) -> Array:
     return jax.lax.fori_loop(0, cohort, step, jnp.full(cohort, population, draws.dtype))
 
 
+def named(ids: Array, population: int) -> Array:
+    """A cohort that somebody names: [M] int32, with the size of the population for nobody.
+
+    Numbers that cannot be looked at, because they are traced, become nobody where they are out of range or repeated: a
+    client has one state, and two results for it would overwrite each other.
+
+    Raises:
+      ValueError: for what is no vector of integers, and for such numbers where they can be looked at.
+    """
+    ids = jnp.asarray(ids)
+    checks.rows('ids', ids, 1)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f'ids must be integers, the numbers of clients, not {ids.dtype}')
+    ids = ids.astype(jnp.int32)
+    if not checks.traced(ids):
+        known, times = np.unique(np.asarray(ids), return_counts=True)
+        if len(known) and not 0 <= known[0] <= known[-1] <= population:
+            raise ValueError(f'ids must lie in [0, {population}], and they go from {known[0]} to {known[-1]}')
+        twice = known[(times > 1) & (known < population)]
+        if len(twice):
+            raise ValueError(f'ids must be distinct, and client {twice[0]} is there more than once')
+        return ids
+    ids = jnp.where((ids < 0) | (ids > population), population, ids)
+    order = jnp.argsort(ids)  # stable: the first of equals stays
+    again = jnp.concatenate([jnp.zeros(1, bool), ids[order][1:] == ids[order][:-1]])[: len(ids)]
+    return jnp.where(jnp.zeros_like(again).at[order].set(again), population, ids)
+
+
 def participants(key: Array, rounds: Array | int, population: int, cohort: int | None) -> Array:
     """Who took part in any of a run's first rounds, of which round t had the key `fold_in(key, t)`: [K] bool.
 
@@ -229,16 +280,21 @@ def lanes_of(one: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def report(server: Tree, ids: Array, info: Info, paid: Array) -> Report:
-    """Sums up the clients' reports. `paid [devices]` counts the batch rows that were computed."""
+def report(server: Tree, ids: Array, info: Info, broken: Array, paid: Array) -> Report:
+    """Sums up the clients' reports. `paid [devices]` counts the batch rows that were computed.
+
+    The loss is that of clients which are not broken, and NaN if all are.
+    """
     examples = info.examples.astype(jnp.float32)
     visited = jnp.sum(examples)
-    loss = jnp.sum(jnp.where(examples > 0, info.loss * examples, 0.0)) / jnp.maximum(visited, 1.0)
+    sound = jnp.where(broken, 0.0, examples)
+    loss = jnp.sum(jnp.where(sound > 0, info.loss * sound, 0.0)) / jnp.maximum(jnp.sum(sound), 1.0)
+    loss = jnp.where(jnp.any(broken) & (jnp.sum(sound) == 0), jnp.nan, loss)
     padded = 1.0 - visited / jnp.maximum(jnp.sum(paid), 1.0)
     balance = jnp.where(jnp.max(paid) > 0, jnp.mean(paid) / jnp.maximum(jnp.max(paid), 1.0), 1.0)
     floats = [u for u in jax.tree.leaves(server) if jnp.issubdtype(u.dtype, jnp.inexact)]
     finite = jnp.array([jnp.all(jnp.isfinite(u)) for u in floats], bool)
-    return Report(loss, padded, balance, jnp.all(finite), ids, info)
+    return Report(loss, padded, balance, jnp.all(finite), ids, info, broken)
 
 
 def several(round: Round) -> Round:

@@ -54,6 +54,20 @@ def split(params: dict[str, Tree], parts: Sequence[str] | None) -> tuple[dict[st
     return ({k: v for k, v in params.items() if k in parts}, {k: v for k, v in params.items() if k not in parts})
 
 
+def rows_where(condition: Array, a: Tree, other: Array | float) -> Tree:
+    """The rows of every leaf for which `condition [n]` holds, and `other` in place of those for which it does not."""
+    return jax.tree.map(
+        lambda u: jnp.where(jnp.expand_dims(condition, range(1, u.ndim)), u, jnp.asarray(other, u.dtype)), a
+    )
+
+
+def finite_rows(a: Tree) -> Array:
+    """Whether each row is free of NaN and infinity, over all leaves: [n] bool."""
+    floats = [u for u in jax.tree.leaves(a) if jnp.issubdtype(u.dtype, jnp.inexact)]
+    each = [jnp.all(jnp.isfinite(u).reshape(len(u), -1), axis=1) for u in floats]
+    return functools.reduce(jnp.logical_and, each, jnp.array(True))
+
+
 def take(a: Tree, rows: Array) -> Tree:
     """The given rows of every leaf; a row out of range is clipped to the last."""
     return jax.tree.map(lambda u: jnp.take(u, rows, axis=0, mode='clip'), a)

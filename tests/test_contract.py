@@ -179,6 +179,27 @@ def test_junk_in_the_padding_changes_nothing(data, play):
     toys.same(play(dirty)[0], play.state)
 
 
+def alone(client, data):
+    """A cohort of one client, in the shape that is compiled already."""
+    return jnp.full(len(COHORT), data.num_clients).at[1].set(client)
+
+
+@pytest.mark.parametrize('junk', [np.nan, np.inf, 3e38, -1e20])
+def test_nothing_that_a_client_does_not_own_reaches_it(data, play, junk):
+    """Not a bit changes if all rows but its own, labels included, turn into junk: nor for a client that owns none."""
+    for client in (1, 5, 2):  # of seven examples, of one, and of none
+        own = np.zeros(len(data.y), bool)
+        size = 0 if client == 2 else int(data.size[client])
+        own[np.asarray(data.index[client, :size])] = True
+        clean = data._replace(size=data.size.at[2].set(0), counts=data.counts.at[2].set(0))
+        x = jnp.where(jnp.asarray(own)[:, None], data.x, junk)
+        dirty = clean._replace(x=x, y=jnp.where(jnp.asarray(own), data.y, 10**6))
+        ids = alone(client, data)
+        states = [play(d, ids) for d in (clean, dirty)]
+        toys.same(states[0], states[1])
+        chex.assert_tree_all_finite(states[1][0])
+
+
 def test_everything_stays_finite(play):
     chex.assert_tree_all_finite((play.state, play.report.info))
     assert bool(play.report.finite)

@@ -58,12 +58,55 @@ def test_population_summary_leaves_out_clients_without_examples():
     np.testing.assert_allclose(out.low, np.percentile([7 / 8, 0.5], 10))
 
 
-@pytest.mark.parametrize(('change', 'match'), [(1, r'\[0, 5\)'), (-1, r'\[0, 5\)'), (None, 'one label for each')])
+@pytest.mark.parametrize(('change', 'match'), [(1, r'\[0, 5\)'), (-1, r'\[0, 5\)'), (None, 'one for each of')])
 def test_test_sets_that_do_not_fit_are_refused(data, change, match):
     state = simulate.init(stage, toys.KEY, data)
     y = data.y[:-1] if change is None else data.y + change
     with pytest.raises(ValueError, match=match):
         evaluate.generic(stage, state, data.x, y, toys.CLASSES)
+
+
+def test_labels_that_would_be_compared_with_every_row_are_refused(data):
+    """Labels [n, 1] once made a table of n^2 counts."""
+    state = simulate.init(stage, toys.KEY, data)
+    for y in (data.y[:, None], data.y.astype(jnp.float32), jnp.zeros((2, 2), jnp.int32), jnp.int32(1)):
+        with pytest.raises(ValueError, match='test labels must be a vector of integers'):
+            evaluate.generic(stage, state, data.x, y, toys.CLASSES)
+    flat = stage._replace(predict=lambda server, client, x: jnp.zeros(len(x)))
+    with pytest.raises(ValueError, match='logits'):
+        evaluate.generic(flat, state, data.x, data.y, toys.CLASSES)
+    with pytest.raises(ValueError, match='row 3'):
+        evaluate.generic(stage, state, data.x.at[3, 1].set(jnp.nan), data.y, toys.CLASSES)
+
+
+@pytest.mark.parametrize(
+    ('read', 'args'),
+    [
+        (evaluate.accuracy, (jnp.ones((3, 4)),)),
+        (evaluate.class_accuracy, (jnp.ones(3),)),
+        (evaluate.weighted_accuracy, (jnp.ones((2, 3, 3)), jnp.ones((3, 2)))),
+        (evaluate.group_accuracy, (jnp.ones((2, 3, 3)), jnp.ones((2, 4), jnp.int32))),
+        (evaluate.class_f1, (jnp.ones((3, 2)),)),
+        (evaluate.macro_f1, (jnp.ones((3, 2)),)),
+        (evaluate.weighted_f1, (jnp.ones((3, 2)),)),
+        (evaluate.over_clients, (jnp.ones((3, 3)),)),
+        (evaluate.over, (jnp.ones(3), jnp.ones(4))),
+        (evaluate.over, (jnp.ones(3), jnp.float32(1))),
+    ],
+)
+def test_tables_of_another_shape_are_refused(read, args):
+    with pytest.raises(ValueError, match=r'shape|fit'):
+        read(*args)
+
+
+def test_rows_of_others_are_not_even_looked_at(data):
+    """NaN in all rows that a client does not own changes nothing in its table."""
+    state = simulate.init(stage, toys.KEY, data)
+    tables = evaluate.per_client(stage, state, data)
+    for k in (1, 5):
+        own = jnp.zeros(len(data.y), bool).at[data.index[k, : int(data.size[k])]].set(True)
+        dirty = data._replace(x=jnp.where(own[:, None], data.x, jnp.nan), y=jnp.where(own, data.y, -7))
+        np.testing.assert_array_equal(evaluate.per_client(stage, state, dirty)[k], tables[k])
 
 
 def test_numbers_over_clients_that_count():

@@ -110,7 +110,7 @@ def test_a_head_on_a_sparse_frame():
         ({'sparsity': -0.1}, r'in \[0, 1\)'),
         ({'solver': 'sgd'}, "'mma' or 'gram'"),
         ({'norm': 0.0}, 'norm must be positive'),
-        ({'steps': -1}, 'steps not negative'),
+        ({'steps': -1}, 'steps must be at least 0'),
         ({'sparsity': 0.9}, 'left a class without an entry'),  # 2 entries for 5 classes
         ({'dim': 3}, 'no simplex ETF of 5 classes exists in 3'),
     ],

@@ -1,6 +1,7 @@
 """User-level privacy against NumPy: what is clipped, what is noisy, and what it is worth."""
 
 import math
+import pkgutil
 import sys
 
 import jax
@@ -9,9 +10,37 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import aggregators, local, privacy, simulate
-from fedjax_nc.algorithms import fedavg, feddyn, fednh, fednova, fedproto, scaffold
+from fedjax_nc import aggregators, algorithms, frames, local, privacy, server_optimizers, simulate
+from fedjax_nc.algorithms import (
+    ccvr,
+    creff,
+    ditto,
+    fedavg,
+    fedaws,
+    fedbabu,
+    feddyn,
+    fedetf,
+    fedetf_gmv,
+    fedloge,
+    fedmmd,
+    fednh,
+    fednova,
+    fedper,
+    fedproto,
+    fedprox,
+    fedrep,
+    fedrod,
+    fedrs,
+    feduh,
+    finetune,
+    latest,
+    moon,
+    ratioloss,
+    scaffold,
+    solo,
+)  # fmt: skip
 from fedjax_nc.base import Aggregate
+from fedjax_nc.data import federate
 
 CLIP, COHORT = 0.5, 5
 PLAN = local.Plan(batch_size=1000, epochs=2)  # one batch a client, so that its key is of no account
@@ -132,12 +161,86 @@ def test_the_server_counts_as_many_clients_as_the_denominator(data):
     toys.same(one, other, atol=1e-6)
 
 
+EVEN = {'plan': PLAN, **fedavg.UNWEIGHTED}
+EXACT = {
+    'fedavg': lambda: fedavg.algorithm(toys.task, toys.opt, **EVEN),
+    'fedavg, sum': lambda: fedavg.algorithm(toys.task, toys.opt, plan=PLAN, aggregate=aggregators.total),
+    'fedyogi': lambda: fedavg.algorithm(toys.task, toys.opt, server_opt=server_optimizers.fedyogi(), **EVEN),
+    'fedprox': lambda: fedprox.algorithm(toys.task, toys.opt, mu=0.1, **EVEN),
+    'scaffold': lambda: scaffold.algorithm(toys.task, toys.opt, plan=PLAN),
+    'scaffold, option I': lambda: scaffold.algorithm(toys.task, toys.opt, plan=PLAN, option='I'),
+    'feddyn': lambda: feddyn.algorithm(toys.task, toys.opt, plan=PLAN, alpha=0.1),
+    'feddyn, by examples': lambda: feddyn.algorithm(toys.task, toys.opt, plan=PLAN, alpha=0.1, by_examples=True),
+    'moon': lambda: moon.algorithm(toys.task, toys.opt, mu=1.0, **EVEN),
+    'fedmmd': lambda: fedmmd.algorithm(toys.task, toys.opt, lam=0.1, **EVEN),
+    'fedrs': lambda: fedrs.algorithm(toys.tiny, toys.opt, **EVEN),
+    'fedaws': lambda: fedaws.algorithm(toys.task, toys.opt, **EVEN),
+    'ratioloss': lambda: ratioloss.algorithm(
+        toys.tiny, toys.opt, auxiliary=federate(np.eye(5, 12, dtype=np.float32), np.arange(5), [[c] for c in range(5)]),
+        **EVEN,
+    ),
+    'fedetf': lambda: fedetf.algorithm(toys.tiny, toys.opt, **EVEN),
+    'feduh': lambda: feduh.algorithm(toys.tiny, toys.opt, plan=PLAN),
+    'fedloge': lambda: fedloge.algorithm(toys.tiny, toys.opt, frame=frames.simplex_etf, **EVEN),
+    'fedbabu': lambda: fedbabu.algorithm(toys.task, toys.opt, **EVEN),
+    'fedper': lambda: fedper.algorithm(toys.task, toys.opt, plan=PLAN),
+    'fedrep': lambda: fedrep.algorithm(toys.task, toys.opt, plan=PLAN, head_epochs=1),
+    'ditto': lambda: ditto.algorithm(toys.task, toys.opt, plan=PLAN),
+    'fedrod': lambda: fedrod.algorithm(toys.tiny, toys.opt, plan=PLAN),
+    'latest': lambda: latest.keep(fedavg.algorithm(toys.task, toys.opt, **EVEN)),
+    'finetune': lambda: finetune.algorithm(toys.task, toys.opt, plan=PLAN),
+    'solo': lambda: solo.algorithm(toys.task, toys.opt, plan=PLAN),
+}  # fmt: skip
+REFUSED = ('fednova', 'fednh', 'fedetf_gmv', 'fedproto', 'creff', 'ccvr', 'fedbn')
+
+
+def test_every_algorithm_is_exact_in_private_or_refused():
+    named = {name.split(',')[0] for name in EXACT} | {*REFUSED}
+    assert {module.name for module in pkgutil.iter_modules(algorithms.__path__)} <= named
+
+
+@pytest.mark.parametrize('name', EXACT)
+def test_without_noise_and_clipping_nothing_changes_for_clients_that_count_alike(data, name):
+    """Two rounds, so that what the servers remember is compared by what comes of it."""
+    inner = EXACT[name]()
+    algorithm = privacy.private(inner, clip=1e9, noise_multiplier=0.0, cohort=len(IDS))
+    state = simulate.init(inner, toys.KEY, data)
+    ends = []
+    for a in (inner, algorithm):
+        end, run = state, jax.jit(simulate.make_round(a, chunk=1))
+        for key in jax.random.split(toys.KEY, 2):
+            end, _ = run(key, end, data, jnp.array(IDS))
+        ends.append(end)
+    toys.same(*ends, atol=2e-5)
+
+
+def test_a_server_that_asks_for_numbers_of_examples_is_refused(data):
+    """SCAFFOLD by examples moved its variate by M over all examples, not by the cohort's share of them."""
+    inner = scaffold.algorithm(toys.task, toys.opt, plan=PLAN, aggregate=aggregators.mean)
+    algorithm = privacy.private(inner, clip=1e6, noise_multiplier=0.0, cohort=len(IDS))
+    with pytest.raises(ValueError, match='count alike'):
+        jax.eval_shape(
+            simulate.make_round(algorithm), toys.KEY, simulate.init(inner, toys.KEY, data), data, jnp.array(IDS)
+        )
+
+
+@pytest.mark.parametrize('drawn', [2, 8])
+def test_a_cohort_of_another_size_than_the_denominator_is_refused(data, drawn):
+    algorithm = privacy.private(plain, clip=1.0, noise_multiplier=1.0, cohort=4)
+    state = simulate.init(algorithm, toys.KEY, data)
+    with pytest.raises(ValueError, match=f'cohort=4, and the round has {drawn}'):
+        jax.eval_shape(simulate.make_round(algorithm, cohort=drawn, chunk=3), toys.KEY, state, data)
+
+
 @pytest.mark.parametrize(
     'make',
     [
         lambda: fednh.algorithm(toys.tiny, toys.opt, plan=PLAN),
         lambda: fedproto.algorithm(toys.task, toys.opt, plan=PLAN),
         lambda: fednova.algorithm(toys.task, toys.opt, plan=PLAN),
+        lambda: fedetf_gmv.algorithm(toys.tiny, toys.opt, warm=1, plan=PLAN),
+        lambda: creff.algorithm(toys.tiny, toys.opt, plan=PLAN),
+        lambda: ccvr.calibrate(toys.task),
     ],
 )
 def test_messages_that_are_weighted_are_refused(data, make):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import local, simulate
+from fedjax_nc import aggregators, local, population, privacy, simulate
 from fedjax_nc.algorithms import fedavg, fedprox
 from fedjax_nc.data import federated
 
@@ -46,6 +46,82 @@ def test_state_of_another_population_is_refused(data):
     state = simulate.init(kept, toys.KEY, toys.ragged([20] * 5))
     with pytest.raises(ValueError, match='state has 5 clients and the data 8'):
         simulate.make_round(kept)(toys.KEY, state, data)
+
+
+@pytest.mark.parametrize(
+    ('ids', 'match'),
+    [
+        ([-1], r'\[0, 8\]'),
+        ([9], r'\[0, 8\]'),
+        ([1, 2, 1], 'client 1 is there more than once'),
+        ([0.0, 1.0], 'integers'),
+        ([[0, 1]], 'shape'),
+        (3, 'shape'),
+    ],
+)
+def test_ids_that_name_no_cohort_are_refused_where_they_are_known(data, ids, match):
+    state = simulate.init(algorithm, toys.KEY, data)
+    with pytest.raises(ValueError, match=match):
+        simulate.make_round(algorithm)(toys.KEY, state, data, jnp.asarray(ids))
+    kept = population.init(algorithm, toys.KEY, data)
+    with pytest.raises(ValueError, match=match):
+        population.make_round(algorithm)(toys.KEY, kept, data, jnp.asarray(ids))
+
+
+def test_ids_that_are_traced_become_nobody_where_they_are_repeated_or_out_of_range(data):
+    kept = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True)
+    state, run = simulate.init(kept, toys.KEY, data), jax.jit(simulate.make_round(kept, chunk=1))
+    bad, report = run(toys.KEY, state, data, jnp.array([3, -1, 3, 99, 6, 8, 3]))
+    good, _ = run(toys.KEY, state, data, jnp.array([3, 8, 8, 8, 6, 8, 8]))
+    assert sorted(np.asarray(report.ids).tolist()) == [3, 6, 8, 8, 8, 8, 8]
+    toys.same(bad, good)
+
+
+@pytest.fixture(scope='module')
+def poisoned(data):
+    """Clients 2 and 6 hold NaN."""
+    rows = jnp.stack([data.index[2, 4], data.index[6, 0]])
+    return data._replace(x=data.x.at[rows, 0].set(jnp.nan))
+
+
+class TestBrokenClients:
+    @pytest.mark.parametrize('chunk', [1, 3])
+    def test_are_named_and_the_others_are_those_of_a_round_without_them(self, data, poisoned, chunk):
+        kept = fedavg.algorithm(
+            toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True,
+            aggregate=aggregators.stacked(aggregators.coordinate_median),
+        )  # fmt: skip
+        state, run = simulate.init(kept, toys.KEY, data), jax.jit(simulate.make_round(kept, chunk=chunk))
+        after, report = run(toys.KEY, state, poisoned)
+        clean, _ = run(toys.KEY, state, data)
+        assert bool(report.finite)
+        assert sorted(np.asarray(report.ids)[np.asarray(report.broken)].tolist()) == [2, 6]
+        assert np.isfinite(report.loss)
+        sound = [k for k in range(8) if k not in (2, 6)]
+        toys.same(*(jax.tree.map(lambda u: u[jnp.array(sound)], s.clients) for s in (after, clean)))
+        _, others = run(toys.KEY, state, data, jnp.array([*sound, 8, 8]))
+        np.testing.assert_allclose(report.loss, others.loss, rtol=1e-5)
+        assert not others.broken.any()
+
+    def test_spoil_a_mean(self, data, poisoned):
+        report = jax.jit(simulate.make_round(algorithm))(toys.KEY, simulate.init(algorithm, toys.KEY, data), poisoned)[
+            1
+        ]
+        assert not bool(report.finite)
+        assert int(report.broken.sum()) == 2
+        assert np.isfinite(report.loss)  # of the others
+
+    def test_leave_no_loss_if_there_is_nobody_else(self, data, poisoned):
+        run = jax.jit(simulate.make_round(algorithm))
+        report = run(toys.KEY, simulate.init(algorithm, toys.KEY, data), poisoned, jnp.array([2, 6, 8]))[1]
+        assert np.isnan(report.loss)
+
+    def test_are_counted_under_privacy_too(self, data, poisoned):
+        hidden = privacy.private(algorithm, clip=1.0, noise_multiplier=0.0, cohort=8)
+        state, run = simulate.init(hidden, toys.KEY, data), jax.jit(simulate.make_round(hidden))
+        _, report = run(toys.KEY, state, poisoned)
+        assert bool(report.finite)
+        assert sorted(np.asarray(report.ids)[np.asarray(report.broken)].tolist()) == [2, 6]
 
 
 @pytest.mark.parametrize('chunk', [1, 3, 8])

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_nc import aggregators, classwise, gaussians, losses
+from fedjax_nc import aggregators, checks, classwise, gaussians, losses
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Info, Objective, Shard, Tree, Variables
@@ -95,10 +95,10 @@ def calibrate(
     Raises:
       ValueError: for another covariance or a negative number; when joined, if the head has nothing to train.
     """
+    checks.kind('objective', objective, Objective)
     gaussians.known(covariance)
     for name, value in (('samples', samples), ('ridge', ridge)):
-        if isinstance(value, int | float) and value < 0:
-            raise ValueError(f'{name} must not be negative: {value}')
+        checks.number(name, value)
     psi = transform if transform is not None and samples else identity
     before, after = (identity, psi) if raw_gaussians else (psi, identity)
 
@@ -159,8 +159,8 @@ def oracle(
     Raises:
       ValueError: for a fraction outside (0, 1], or if the head has nothing to train.
     """
-    if not 0 < fraction <= 1:
-        raise ValueError(f'fraction must lie in (0, 1], not {fraction}')
+    checks.kind('objective', objective, Objective)
+    checks.number('fraction', fraction, high=1, open_low=True)
     k_pick, k_fit = jax.random.split(key)
     v, psi = server.variables, transform or identity
     rows = data.index[jnp.arange(data.index.shape[1]) < data.size[:, None]]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import aggregators, classwise, heads, losses, tree
+from fedjax_nc import aggregators, checks, classwise, heads, losses, tree
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.algorithms import ccvr, fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, Model, Shard, Tree
@@ -78,8 +78,10 @@ def algorithm(
       ValueError: if there are no features, draws or repeats; on `init`, if the base remembers more than FedAvg.
     """
     for name, value in (('samples', samples), ('draw', draw), ('repeats', repeats)):
-        if value < 1:
-            raise ValueError(f'{name} must be at least 1, not {value}')
+        checks.whole(name, value)
+    checks.whole('match_steps', match_steps, 0)
+    checks.number('match_lr', match_lr)
+    checks.optimizer('retrain_opt', retrain_opt)
     task = objective(model, heads.linear(bias), losses.cross_entropy)
     inner = base(task, client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from fedjax_nc import tree
+from fedjax_nc import checks, tree
 from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import Algorithm, Array, Info, Objective, Shard, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan, clipping, joined, sgd
@@ -62,8 +62,8 @@ def algorithm(
     Raises:
       ValueError: for another `reference`, a negative `lam`, or a `clip` that is not positive.
     """
-    if isinstance(lam, int | float) and not lam >= 0:
-        raise ValueError(f'lam must not be negative: {lam}')
+    checks.number('lam', lam)
+    checks.optimizer('personal_opt', personal_opt)
     limit = clipping(clip)
     if reference not in ('received', 'local'):
         raise ValueError(f"reference must be 'received' or 'local', not {reference!r}")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_nc import aggregators, tree
+from fedjax_nc import aggregators, checks, tree
 from fedjax_nc.base import (
     Aggregate,
     Aggregator,
@@ -132,10 +132,10 @@ def algorithm(
       An `Algorithm` whose server state is a `Server`.
 
     Raises:
-      ValueError: for optimizers or aggregators that are none, or do not join models.
+      ValueError: for an objective, optimizers or aggregators that are none, or do not join models.
     """
-    if not callable(client_opt):
-        raise ValueError('client_opt is a function of the round: local.sgd(0.1), or lambda round: optax.sgd(0.1)')
+    checks.kind('objective', objective, Objective)
+    checks.optimizer('client_opt', client_opt)
     if server_opt is not None and not isinstance(server_opt, optax.GradientTransformation):
         raise ValueError('server_opt must be an optax optimizer, such as optax.sgd(1.0)')
     for name, value in (('aggregate', aggregate), ('aggregate_stats', aggregate_stats)):

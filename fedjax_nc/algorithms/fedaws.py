@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_nc import checks
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Objective, Tree, Variables
 from fedjax_nc.frames import normalize
@@ -54,10 +55,10 @@ def algorithm(
     Raises:
       ValueError: if `steps` is negative or `nearest` below 1; on `init`, for a head that holds no class vectors.
     """
-    if steps < 0:
-        raise ValueError(f'steps must not be negative: {steps}')
-    if nearest is not None and nearest < 1:
-        raise ValueError(f'nearest must be at least 1, not {nearest}: use steps=0 to spread nothing')
+    checks.number('margin', margin)
+    checks.whole('steps', steps, 0)
+    if nearest is not None:
+        checks.whole('nearest', nearest, advice='use steps=0 to spread nothing')
     inner = base(objective, client_opt, **kwargs)
 
     def init(key: Array, data: FederatedData) -> fedavg.Server:

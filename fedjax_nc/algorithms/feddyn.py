@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_nc import aggregators, tree
+from fedjax_nc import aggregators, checks, tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, Objective, Shard, Tree
 from fedjax_nc.local import ClientOptimizer, clipping
@@ -58,8 +58,7 @@ def algorithm(
     Raises:
       ValueError: for an `alpha` or `clip` that is not positive, or an aggregator other than `aggregators.uniform`.
     """
-    if isinstance(alpha, int | float) and not 0 < alpha < float('inf'):
-        raise ValueError(f'alpha must be positive and finite, not {alpha}: without anchor it is fedavg.algorithm')
+    checks.number('alpha', alpha, open_low=True, advice='without anchor it is fedavg.algorithm')
     if kwargs.get('aggregate', aggregators.uniform) is not aggregators.uniform:
         raise ValueError('FedDyn takes plain means: leave aggregate out, and say by_examples=True to weigh clients')
 

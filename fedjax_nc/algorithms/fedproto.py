@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import aggregators, classwise, losses
+from fedjax_nc import aggregators, checks, classwise, losses
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.algorithms import fedavg, finetune, solo
 from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Info, Objective, Shard, Tree, Variables
@@ -55,8 +55,7 @@ def algorithm(
     Raises:
       ValueError: for another `weigh`, or a negative `lam`.
     """
-    if isinstance(lam, int | float) and not lam >= 0:
-        raise ValueError(f'lam must not be negative: {lam}')
+    checks.number('lam', lam)
     if weigh not in ('holders', 'counts'):
         raise ValueError(f"weigh must be 'holders' or 'counts', not {weigh!r}")
 
@@ -97,6 +96,7 @@ def algorithm(
 
 def head_predict(objective: Objective) -> Callable[[fedavg.Server, Variables | None, Array], Array]:
     """What the clients' own heads predict: evaluate `algorithm._replace(predict=head_predict(objective))`."""
+    checks.kind('objective', objective, Objective)
 
     def predict(server: fedavg.Server, mine: Variables | None, x: Array) -> Array:
         return solo.refuse() if mine is None else logits(objective, mine, x)

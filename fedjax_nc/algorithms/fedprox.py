@@ -7,7 +7,7 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. MLSys 2020. https://arxiv.org/abs/1
 from collections.abc import Sequence
 from typing import Any
 
-from fedjax_nc import tree
+from fedjax_nc import checks, tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Algorithm, Array, Batch, Objective, Tree, Variables
 from fedjax_nc.local import ClientOptimizer
@@ -36,8 +36,7 @@ def proximal(mu: Array | float, parts: Sequence[str] | None = None) -> fedavg.Pe
     Raises:
       ValueError: for a negative `mu`.
     """
-    if isinstance(mu, int | float) and not mu >= 0:
-        raise ValueError(f'mu must not be negative: {mu}')
+    checks.number('mu', mu)
 
     def penalty(v: Variables, z: Array, batch: Batch, server: fedavg.Server, client: Tree) -> Array:
         mine, received = (tree.split(u.params, parts)[0] for u in (v, server.variables))

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from fedjax_nc import heads, losses
+from fedjax_nc import checks, heads, losses
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Algorithm, Array, Head, Model
 from fedjax_nc.local import ClientOptimizer
@@ -43,7 +43,6 @@ def algorithm(
     Raises:
       ValueError: if `alpha` is outside [0, 1].
     """
-    if isinstance(alpha, int | float) and not 0 <= alpha <= 1:
-        raise ValueError(f'alpha must lie in [0, 1], not {alpha}')
+    checks.number('alpha', alpha, high=1)
     restricted = functools.partial(losses.restricted_softmax, alpha=alpha, soft=soft)
     return base(objective(model, head or heads.linear(bias=False), restricted), client_opt, **kwargs)

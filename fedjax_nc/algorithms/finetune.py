@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fedjax_nc import aggregators, tree
+from fedjax_nc import aggregators, checks, tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Info, Objective, Shard, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan, local_sgd
@@ -36,7 +36,11 @@ def algorithm(
       plan: batch size and epochs.
       parts: names of the top-level parameters to train; all by default. Without 'body', that runs in evaluation mode.
       penalty: a term added to the local loss, as in `fedavg.algorithm`; it sees the client's first model as its state.
+
+    Raises:
+      ValueError: for an objective or an optimizer that is none.
     """
+    checks.optimizer('client_opt', client_opt)
 
     def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
         trained, kept = tree.split(mine.params, parts)
@@ -76,7 +80,12 @@ def fit(
 
 
 def stage(objective: Objective, tune: Tune) -> Algorithm:
-    """A stage in which clients tune their own Variables, send nothing, and the server stands still."""
+    """A stage in which clients tune their own Variables, send nothing, and the server stands still.
+
+    Raises:
+      ValueError: for an objective that is none.
+    """
+    checks.kind('objective', objective, Objective)
 
     def init(key: Array, data: FederatedData) -> fedavg.Server:
         return fedavg.Server(objective.init(key, data), (), jnp.int32(0))

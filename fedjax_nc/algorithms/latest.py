@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from fedjax_nc import tree
+from fedjax_nc import checks, tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Algorithm, Array, Info, Shard, Tree, Variables
 
@@ -27,7 +27,11 @@ def keep(algorithm: Algorithm) -> Algorithm:
 
     Args:
       algorithm: one whose server state and messages are FedAvg's, or hold FedAvg's.
+
+    Raises:
+      ValueError: for what is no algorithm; in the first round, for one whose clients send no model.
     """
+    checks.kind('algorithm', algorithm, Algorithm)
 
     def init_client(key: Array, server: fedavg.Server) -> Latest:
         return Latest(algorithm.init_client(key, server), server.variables, jnp.int32(-1))

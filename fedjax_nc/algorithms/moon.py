@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_nc import heads, tree
+from fedjax_nc import checks, heads, tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Algorithm, Array, Batch, FederatedData, Info, Model, Objective, Shard, Tree, Variables
 from fedjax_nc.frames import normalize
@@ -60,10 +60,8 @@ def algorithm(
     Raises:
       ValueError: for a negative `mu` or a temperature that is not positive.
     """
-    if isinstance(mu, int | float) and not mu >= 0:
-        raise ValueError(f'mu must not be negative: {mu}')
-    if isinstance(temperature, int | float) and not temperature > 0:
-        raise ValueError(f'temperature must be positive, not {temperature}')
+    checks.number('mu', mu)
+    checks.number('temperature', temperature, open_low=True)
     task = prepared(objective, preprocess)
 
     def contrasting(previous: Variables) -> Algorithm:
@@ -105,6 +103,8 @@ def seen(batch: Batch, preprocess: Preprocess | None) -> Batch:
 def prepared(task: Objective, preprocess: Preprocess | None) -> Objective:
     """The same task with preprocessing moved out of the model, so that other models can share its outcome."""
 
+    checks.kind('objective', task, Objective)
+
     def init(key: Array, data: FederatedData) -> Variables:
         return task.init(key, data._replace(x=seen(Batch(data.x[:1]), preprocess).x))
 
@@ -122,10 +122,10 @@ def projected(model: Model, dim: int = 256) -> Model:
     W_1 is square. Any head takes the projection for features.
 
     Raises:
-      ValueError: if `dim` is below 1.
+      ValueError: for what is no model, or a `dim` below 1.
     """
-    if dim < 1:
-        raise ValueError(f'a projection needs at least one dimension, not {dim}')
+    checks.kind('model', model, Model)
+    checks.whole('dim', dim)
 
     def init(key: Array, x: Array) -> tuple[Tree, Tree]:
         k_model, k_first, k_second = jax.random.split(key, 3)

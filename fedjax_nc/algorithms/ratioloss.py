@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import heads, losses
+from fedjax_nc import checks, heads, losses
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Head, Model, Objective, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan, local_sgd
@@ -58,10 +58,10 @@ def algorithm(
         clients', or for a head that holds no learned class vectors; in the first round, if it is not trained; for a
         negative `beta`, or a `cap` that is not positive.
     """
-    if isinstance(beta, int | float) and not beta >= 0:
-        raise ValueError(f'beta must not be negative: {beta}')
-    if isinstance(cap, int | float) and not cap > 0:
-        raise ValueError(f'cap must be positive, not {cap}')
+    checks.number('beta', beta)
+    checks.number('cap', cap, open_low=True, finite=False)
+    checks.optimizer('client_opt', client_opt)
+    checks.kind('auxiliary', auxiliary, FederatedData)
     held = jnp.asarray(auxiliary.counts)
     if held.shape[0] != held.shape[1] or not bool(jnp.all((held > 0) == jnp.eye(len(held), dtype=bool))):
         raise ValueError('auxiliary needs one client for each class, holding examples of that class alone')
@@ -125,6 +125,7 @@ def weighing(task: Objective) -> Objective:
 
     `fixed` becomes `{'head': the task's own, 'weights': [C]}`; the weights are the server's to change.
     """
+    checks.kind('task', task, Objective)
 
     def own(v: Variables) -> Variables:
         return v._replace(fixed=v.fixed['head'])

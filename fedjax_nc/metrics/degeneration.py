@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from fedjax_nc import classwise
+from fedjax_nc import checks, classwise
 from fedjax_nc.base import Array
 
 
@@ -74,7 +74,6 @@ def prune(w: Array, order: Array, share: Array | float, *, dominant: bool = Fals
     Raises:
       ValueError: if `share` is outside [0, 1].
     """
-    if isinstance(share, int | float) and not 0 <= share <= 1:
-        raise ValueError(f'share must lie in [0, 1], not {share}')
+    checks.number('share', share, high=1)
     rank = jnp.argsort(order if dominant else order[:, ::-1], axis=1).T
     return jnp.where(rank < jnp.floor(share * len(w) + 1e-4), 0.0, w)  # 13/22 * 22 is a little less than 13

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
-from fedjax_nc import classwise
+from fedjax_nc import checks, classwise
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.base import Array, FederatedData, Objective, Tree, Variables
 from fedjax_nc.evaluate import over
@@ -165,8 +165,7 @@ def sliced_wasserstein(key: Array, mean: Array, cov: Array, *, directions: int =
     Raises:
       ValueError: without a direction.
     """
-    if directions < 1:
-        raise ValueError(f'at least one direction is needed, not {directions}')
+    checks.whole('directions', directions)
     w = normalize(jax.random.normal(key, (directions, mean.shape[1])))
     cov = jax.vmap(jnp.diag)(cov) if cov.ndim == 2 else cov
     variance = jax.lax.map(lambda s: jnp.sum(jnp.matmul(w, s, precision='highest') * w, axis=1), cov)
