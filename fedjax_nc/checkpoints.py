@@ -1,28 +1,42 @@
 """The files of a run: checkpoints, and tables of what was measured.
 
-Checkpoints and tables appear whole or not at all: they are written beside their place and renamed. The log of metrics
-grows by whole lines, and a resumed run makes it agree with the checkpoint it continues from.
+Checkpoints and tables appear whole or not at all: they are written beside their place and renamed. A checkpoint carries
+checksums of all it holds. The log of metrics grows by whole lines, and a resumed run makes log and table agree with the
+checkpoint it continues from. One run at a time holds the directory.
 """
 
+import contextlib
 import csv
+import hashlib
+import io
 import json
 import os
+import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from filelock import FileLock, Timeout
+from jax.experimental import multihost_utils
 
-from fedjax_nc import population
-from fedjax_nc.base import Array, State
+from fedjax_nc import fingerprint, population
+from fedjax_nc.base import Array, State, Tree
 
 Row = dict[str, float]
 """What is known of one round."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or does not fit the run."""
+    """A checkpoint cannot be written or read, or does not fit the run."""
+
+
+class DamagedError(Exception):
+    """A checkpoint does not hold what was written into it."""
 
 
 def first_process() -> bool:
@@ -36,10 +50,55 @@ def written(key: Array) -> list[int]:
     return [int(u) for u in jnp.ravel(data)]
 
 
+@contextlib.contextmanager
+def holding(out: Path) -> Iterator[None]:
+    """Holds the directory of a run, which is made if need be. Who holds it already may take it again.
+
+    The lock is the operating system's, on the file `.lock`: it ends with the program that has it, however that ends.
+
+    Raises:
+      ValueError: if another run holds it.
+    """
+    if not first_process():
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        held = FileLock(out.resolve() / '.lock', is_singleton=True).acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f'{out} is in use by another run: wait for its end, or choose another directory') from None
+    with held:
+        yield
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a file beside its place and renames it, so that it is there whole or as it was."""
+    temporary = path.with_name(f'{path.name}.tmp')
+    temporary.write_text(text, newline='')
+    os.replace(temporary, path)
+
+
+def checksum(content: Any) -> str:
+    """Of what JSON can hold: 32 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def leaves(a: Tree) -> dict[str, Any]:
+    """The leaves of a tree by their number."""
+    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(a))}
+
+
 class Files:
     """The directory of one run."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, about: dict[str, str] | None = None) -> None:
+        """Makes the directory if need be.
+
+        Args:
+          out: the directory.
+          about: fingerprints of what makes this run, by name. A checkpoint of another run is not gone on from.
+        """
+        self.out, self.about = out, about or {}
         self.metrics = out / 'metrics.jsonl'
         self.table = out / 'metrics.csv'
         self.checkpoints = (out / 'checkpoints').absolute()
@@ -49,12 +108,16 @@ class Files:
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         return ocp.CheckpointManager(self.checkpoints, options=options)
 
+    def rounds(self) -> list[int]:
+        """The rounds of the complete checkpoints, the newest first."""
+        if not self.checkpoints.is_dir():
+            return []
+        with self.manager() as manager:
+            return sorted(manager.all_steps(), reverse=True)
+
     def newest(self) -> int | None:
         """The round of the newest complete checkpoint."""
-        if not self.checkpoints.is_dir():
-            return None
-        with self.manager() as manager:
-            return manager.latest_step()
+        return next(iter(self.rounds()), None)
 
     def begun(self) -> bool:
         return self.metrics.exists() or self.newest() is not None
@@ -66,62 +129,117 @@ class Files:
             file.write(''.join(json.dumps(row) + '\n' for row in rows))
 
     def save(self, round: int, state: State, key: Array, history: list[Row]) -> None:
-        """Checkpoints the state with the history that led to it, then renews the table."""
+        """Checkpoints the state with the history that led to it, then renews the table.
+
+        Raises:
+          CheckpointError: if it was not written.
+        """
         store = state.clients if isinstance(state.clients, population.Store) else None
-        leaves = dict(enumerate(jax.tree.leaves(state if store is None else state.server)))
-        apart = {} if store is None else {'clients': ocp.args.StandardSave(store.contents())}
+        arrays = {'state': leaves(state if store is None else state.server)}
+        if store is not None:
+            arrays['clients'] = store.contents()
+        sums = {name: fingerprint.of_arrays(held) for name, held in arrays.items()}
+        run = {'key': written(key), 'about': self.about, 'history': history, 'arrays': sums}
+        items = {name: ocp.args.StandardSave(held) for name, held in arrays.items()}
+        described = ocp.args.JsonSave({**run, 'checksum': checksum(run)})
         with self.manager() as manager:
-            manager.save(round, args=ocp.args.Composite(
-                state=ocp.args.StandardSave({str(i): leaf for i, leaf in leaves.items()}),
-                run=ocp.args.JsonSave({'key': written(key), 'history': history}), **apart))  # fmt: skip
-        if not first_process():
-            return
-        columns = list(dict.fromkeys(name for row in history for name in row))
-        with (temporary := self.table.with_suffix('.tmp')).open('w', newline='') as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(history)
-        os.replace(temporary, self.table)
+            if not manager.save(round, args=ocp.args.Composite(run=described, **items)):
+                raise CheckpointError(f'the checkpoint of round {round} was not written: {self.checkpoints} has others')
+        if first_process():
+            self.tabulate(history)
 
     def restore(self, like: State, key: Array) -> tuple[list[Row], State]:
-        """History and state of the newest checkpoint; an empty history and `like` if there is none."""
-        newest = self.newest()
-        if newest is None:
-            self.rewrite([])
-            return [], like
+        """History and state of the newest checkpoint; an empty history and `like` if there is none.
+
+        A damaged one is put aside with a warning, and the one before it taken.
+
+        Raises:
+          CheckpointError: if all are damaged, or the newest that is not belongs to another run.
+        """
+        damaged: dict[int, str] = {}
+        history: list[Row] = []
+        for round in self.rounds():
+            try:
+                history, like = self.read(round, like, key)
+                break
+            except DamagedError as error:
+                damaged[round] = str(error)
+        else:
+            if damaged:
+                said = ', '.join(f'{self.checkpoints / str(round)} ({error})' for round, error in damaged.items())
+                raise CheckpointError(f'no checkpoint can be read: {said}; begin again in another directory')
+        self.put_aside(damaged, len(history))
+        if first_process():
+            replace(self.metrics, ''.join(json.dumps(row) + '\n' for row in history))
+            self.tabulate(history)
+        return history, like
+
+    def read(self, round: int, like: State, key: Array) -> tuple[list[Row], State]:
+        """History and state of one checkpoint.
+
+        Raises:
+          DamagedError: if it does not hold what was written.
+          CheckpointError: if it does, and belongs to another run.
+        """
+        run = self.load(round, run=ocp.args.JsonRestore())['run']
+        if not isinstance(run, dict) or run.pop('checksum', None) != checksum(run):
+            raise DamagedError('its description does not agree with its checksum')
+        same = {'key': run['key'] == written(key), **{k: run['about'].get(k) == v for k, v in self.about.items()}}
+        if not all(same.values()):
+            other = ' and '.join(name for name, agrees in same.items() if not agrees)
+            raise CheckpointError(
+                f'the checkpoint {self.checkpoints / str(round)} belongs to another run, with another {other}: '
+                'resume it with what it was begun with, or choose another directory'
+            )
         store = like.clients if isinstance(like.clients, population.Store) else None
-        leaves, structure = jax.tree.flatten(like if store is None else like.server)
+        wanted = like if store is None else like.server
+        shapes = {i: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for i, u in leaves(wanted).items()}
         apart = {} if store is None else {'clients': ocp.args.StandardRestore()}
-        place = self.checkpoints / str(newest)
-        advice = f'remove {place} to continue from the checkpoint before it, or begin again elsewhere'
+        found = self.load(round, state=ocp.args.StandardRestore(shapes), **apart)
+        # A dict, so that leaves are in the order in which they were when their sum was made.
+        if {name: fingerprint.of_arrays(dict(held)) for name, held in found.items()} != run['arrays']:
+            raise DamagedError('its arrays do not agree with their checksums')
+        restored = jax.tree.unflatten(jax.tree.structure(wanted), [found['state'][i] for i in shapes])
+        if store is None:
+            return run['history'], restored
+        try:
+            store.restore({name: np.asarray(value) for name, value in found['clients'].items()})
+        except ValueError as error:
+            raise CheckpointError(f'the checkpoint {self.checkpoints / str(round)} does not fit: {error}') from error
+        return run['history'], State(restored, store)
+
+    def load(self, round: int, **items: Any) -> Any:
+        """Items of a checkpoint.
+
+        Raises:
+          DamagedError: whatever a damaged file makes its readers raise.
+        """
         try:
             with self.manager() as manager:
-                shapes = [jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for u in leaves]
-                wanted = {str(i): shape for i, shape in enumerate(shapes)}
-                args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), run=ocp.args.JsonRestore(), **apart)
-                found = manager.restore(newest, args=args)
-            history, values = found['run']['history'], [found['state'][str(i)] for i in range(len(leaves))]
-            same = found['run']['key'] == written(key)
+                return manager.restore(round, args=ocp.args.Composite(**items))
         except Exception as error:
-            raise CheckpointError(
-                f'cannot read the checkpoint {place} as one of this run: {error}; {advice}'
-            ) from error
-        if not same or len(history) != newest or any(v.shape != u.shape for u, v in zip(leaves, values, strict=True)):
-            raise CheckpointError(f'the checkpoint {place} belongs to another run; {advice}')
-        restored = jax.tree.unflatten(structure, values)
-        if store is not None:
-            try:
-                store.restore({name: np.asarray(value) for name, value in found['clients'].items()})
-            except ValueError as error:
-                raise CheckpointError(f'the checkpoint {place} belongs to another run: {error}; {advice}') from error
-            restored = State(restored, store)
-        self.rewrite(history)
-        return history, restored
+            raise DamagedError(' '.join(f'{type(error).__name__}: {error}'.split())[:200]) from error
 
-    def rewrite(self, history: list[Row]) -> None:
-        """Makes the log agree with the checkpoint that a run continues from."""
-        if not first_process():
-            return
-        temporary = self.metrics.with_suffix('.tmp')
-        temporary.write_text(''.join(json.dumps(row) + '\n' for row in history))
-        os.replace(temporary, self.metrics)
+    def put_aside(self, damaged: dict[int, str], kept: int) -> None:
+        """Moves damaged checkpoints out of the way of those that the run will write, and says so."""
+        for round, error in damaged.items():
+            aside = self.out / f'damaged-{round}'
+            if first_process():
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(self.checkpoints / str(round), aside)
+            warnings.warn(
+                f'the checkpoint of round {round} is damaged and now lies in {aside}; going on from round {kept} '
+                f'({error})',
+                stacklevel=4,
+            )
+        if damaged and jax.process_count() > 1:
+            multihost_utils.sync_global_devices('damaged checkpoints are put aside')
+
+    def tabulate(self, history: list[Row]) -> None:
+        """Writes the table anew."""
+        columns = list(dict.fromkeys(name for row in history for name in row))
+        text = io.StringIO(newline='')
+        writer = csv.DictWriter(text, columns)
+        writer.writeheader()
+        writer.writerows(history)
+        replace(self.table, text.getvalue())

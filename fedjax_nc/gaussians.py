@@ -72,7 +72,7 @@ def sample(
 ) -> Shard:
     """Virtual features as the data of a client: `z = mu_c + R_c eps`, where `R_c R_c = Sigma_c`.
 
-    With `Sigma_c = Q diag(w) Q^T` the root is `R_c = Q sqrt(max(w, 0)) Q^T`: exact for every covariance that is positive
+    With `Sigma_c = Q diag(w) Q^T` the root is `R_c = Q sqrt(max(w, 0)) Q^T`: exact for any covariance that is positive
     semidefinite, where Cholesky's and unclipped square roots give NaN; and it hardly moves with the covariance, where
     single eigenvectors may turn round. Unknown classes have no samples. A class's samples depend on the key, its number
     and its Gaussian alone.

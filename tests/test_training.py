@@ -1,18 +1,33 @@
 import csv
+import io
 import json
 import math
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toys
 
-from fedjax_nc import evaluate, footprint, simulate, training
-from fedjax_nc.algorithms import fedavg, fedetf, fedetf_gmv, fednh, latest
+from fedjax_nc import (
+    aggregators,
+    checkpoints,
+    evaluate,
+    footprint,
+    local,
+    privacy,
+    progress,
+    simulate,
+    training,
+)  # fmt: skip
+from fedjax_nc.algorithms import fedavg, fedetf, fedetf_gmv, fednh, fedprox, latest
 
 algorithm = fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, persist_momentum=True)
+plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 
 
 def begin(data):
@@ -25,6 +40,12 @@ def run(data, rounds, state=None, **kwargs):
 
     return training.run(algorithm, toys.KEY, state or begin(data), data, rounds=rounds, cohort=4, evaluate=measure,
                         eval_last=1, progress=False, **kwargs)  # fmt: skip
+
+
+def go(algorithm, data, progress=False, **kwargs):
+    """A run of another algorithm, from its first state."""
+    state = simulate.init(algorithm, toys.KEY, data)
+    return training.run(algorithm, toys.KEY, state, data, progress=progress, **kwargs)
 
 
 @pytest.fixture(scope='module')
@@ -118,13 +139,49 @@ def test_the_last_rounds_are_evaluated_whatever_the_interval(data):
 
 
 def test_nan_stops_the_run_names_the_round_and_keeps_the_last_good_checkpoint(data, tmp_path):
-    run(data, 2, out=tmp_path)
-    bad = data._replace(x=data.x * jnp.nan)
-    with pytest.raises(training.DivergedError, match=r'round 3.*good checkpoint is that of round 2'):
-        run(bad, 4, state=begin(data), out=tmp_path, resume=True)
-    resumed = run(data, 3, out=tmp_path, resume=True)
-    assert len(resumed.history) == 3
+    wild = fedavg.algorithm(toys.task, lambda round: optax.sgd(jnp.where(round < 2, 0.1, 1e30)), plan=toys.PLAN)
+    said = r'round 3.* of 8 clients are not finite: .*lower learning rate.*checkpoint is that of round 2'
+    with pytest.raises(training.DivergedError, match=said):
+        go(wild, data, rounds=4, out=tmp_path, checkpoint_every=1)
+    resumed = go(wild, data, rounds=2, out=tmp_path, resume=True)
+    assert len(resumed.history) == 2
     assert bool(jnp.isfinite(resumed.state.server.variables.params['head']['w']).all())
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        (
+            lambda d: d._replace(x=d.x.at[d.index[3, 2]].set(jnp.nan)),
+            '1 of 8 clients are not finite: 3; examples of client 3 hold NaN or infinity: mend the data',
+        ),
+        (
+            lambda d: d._replace(y=d.y + 7),
+            '8 of 8 clients .*; labels of client 0 go from 7 to .*, and the data have 5 classes',
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_data_is_not_blamed_on_the_rate(data, change, said):
+    with pytest.raises(training.DivergedError, match=f'round 1.*{said}'):
+        go(plain, change(data), rounds=2)
+
+
+def test_a_diverging_server_is_not_blamed_on_clients(data):
+    wild = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, server_opt=optax.sgd(jnp.inf))
+    with pytest.raises(training.DivergedError, match=r'no client is broken.*lower server rate'):
+        go(wild, data, rounds=2)
+
+
+def test_broken_clients_are_counted_where_the_server_stays_finite(data, capsys):
+    bad = data._replace(x=data.x.at[data.index[jnp.array([2, 6]), 0]].set(jnp.inf))
+    for robust in (
+        fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, aggregate=aggregators.stacked(aggregators.krum(2))),
+        privacy.private(plain, clip=1.0, noise_multiplier=0.0, cohort=8),
+    ):
+        history = go(robust, bad, rounds=3, progress=True).history
+        assert [row['broken'] for row in history] == [2, 2, 2]
+        assert all(math.isfinite(row['loss']) for row in history)
+        assert '2 of 8 clients not finite' in capsys.readouterr().err
 
 
 def test_a_second_run_does_not_overwrite_the_first(data, whole):
@@ -132,15 +189,132 @@ def test_a_second_run_does_not_overwrite_the_first(data, whole):
         run(data, 5, out=whole[1])
 
 
-def test_damaged_checkpoint_is_named(data, tmp_path):
+def test_damaged_checkpoint_is_put_aside_for_the_one_before_it(data, whole, tmp_path):
     run(data, 2, out=tmp_path)
-    for file in (tmp_path / 'checkpoints' / '2').rglob('*'):
-        if file.is_file() and file.parent.name != '2':
-            file.write_bytes(b'damaged')
-    with pytest.raises(training.CheckpointError, match=r'checkpoints/2.*remove'):
-        run(data, 3, out=tmp_path, resume=True)
-    shutil.rmtree(tmp_path / 'checkpoints' / '2')
-    assert len(run(data, 3, out=tmp_path, resume=True).history) == 3
+
+    def damage(round):
+        for file in (tmp_path / 'checkpoints' / str(round)).rglob('*'):
+            if file.is_file() and file.parent.name != str(round):
+                file.write_bytes(b'damaged')
+
+    damage(2)
+    with pytest.warns(UserWarning, match=r'round 2 is damaged and now lies in .*damaged-2; going on from round 1'):
+        resumed = run(data, 5, out=tmp_path, checkpoint_every=1, resume=True)
+    toys.same(resumed.state, whole[0].state)
+    assert (tmp_path / 'damaged-2').is_dir()
+    assert lines(tmp_path) == resumed.history
+    for round in (4, 5):
+        damage(round)
+    with pytest.raises(training.CheckpointError, match=r'no checkpoint can be read: .*checkpoints/5.*checkpoints/4'):
+        run(data, 6, out=tmp_path, resume=True)
+    assert {'4', '5'} <= {path.name for path in (tmp_path / 'checkpoints').iterdir()}
+
+
+def test_tables_are_renewed_when_a_run_is_resumed(data, whole, tmp_path):
+    """As after a kill between a checkpoint and its table."""
+    shutil.copytree(whole[1], tmp_path / 'copy')
+    for name in ('metrics.csv', 'metrics.jsonl'):
+        kept = (tmp_path / 'copy' / name).read_text().splitlines(keepends=True)
+        (tmp_path / 'copy' / name).write_text(''.join(kept[:-2]))
+    run(data, 5, eval_every=2, out=tmp_path / 'copy', resume=True)
+    for name in ('metrics.csv', 'metrics.jsonl'):
+        assert (tmp_path / 'copy' / name).read_bytes() == (whole[1] / name).read_bytes()
+
+
+def test_a_flipped_bit_is_never_restored(data, tmp_path):
+    """Three bits of every file of a checkpoint, one at a time: the same arrays, or none."""
+    state, history = begin(data), [{'round': 1, 'loss': 0.123456789}]
+    files = checkpoints.Files(tmp_path, {'algorithm': 'x'})
+    files.save(1, state, toys.KEY, history)
+    rng, caught = np.random.default_rng(0), 0
+    for path in sorted(p for p in (tmp_path / 'checkpoints' / '1').rglob('*') if p.is_file() and p.stat().st_size):
+        good = path.read_bytes()
+        for _ in range(3):
+            bad = bytearray(good)
+            bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
+            path.write_bytes(bad)
+            try:
+                rows, restored = files.read(1, state, toys.KEY)
+            except (checkpoints.DamagedError, training.CheckpointError):
+                caught += 1
+            else:
+                assert rows == history
+                toys.same(restored, state)
+        path.write_bytes(good)
+    assert caught > 10
+
+
+def test_a_directory_is_held_by_one_run(data, tmp_path):
+    code = (
+        'import sys, pathlib; from fedjax_nc import checkpoints\n'
+        'with checkpoints.holding(pathlib.Path(sys.argv[1])): print("held", flush=True); input()'
+    )
+    args = [sys.executable, '-c', code, str(tmp_path)]
+    with subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == 'held\n'
+        for resume in (False, True):
+            with pytest.raises(ValueError, match='in use by another run'):
+                run(data, 1, out=tmp_path, resume=resume)
+        holder.kill()  # a dead holder does not block
+        holder.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ['.lock']
+    with checkpoints.holding(tmp_path):  # and whoever holds it may hold it again
+        assert len(run(data, 1, out=tmp_path).history) == 1
+
+
+def test_a_checkpoint_that_is_not_written_is_an_error(data, tmp_path):
+    files = checkpoints.Files(tmp_path)
+    files.save(2, begin(data), toys.KEY, [{'round': 1}, {'round': 2}])
+    with pytest.raises(training.CheckpointError, match='round 1 was not written'):
+        files.save(1, begin(data), toys.KEY, [{'round': 1}])
+
+
+def test_a_run_is_not_resumed_as_another(data, tmp_path):
+    def named(opt=toys.opt, **kwargs):
+        return fedavg.algorithm(toys.task, opt, plan=toys.PLAN, **kwargs)
+
+    go(named(), data, rounds=2, out=tmp_path)
+    for other in (
+        named(penalty=fedprox.proximal(0.1)),
+        named(local.sgd(0.06)),
+        named(lambda round: optax.sgd(0.05)),
+        fedprox.algorithm(toys.task, toys.opt, mu=0.0, plan=toys.PLAN),
+    ):
+        with pytest.raises(training.CheckpointError, match='another algorithm: resume it with'):
+            go(other, data, rounds=2, out=tmp_path, resume=True)
+    with pytest.raises(training.CheckpointError, match='another data: resume'):
+        go(named(), data._replace(x=data.x.at[0, 0].add(1e-3)), rounds=2, out=tmp_path, resume=True)
+    with pytest.raises(training.CheckpointError, match='another cohort: resume'):
+        go(named(), data, cohort=3, rounds=2, out=tmp_path, resume=True)
+    assert len(go(named(), data, rounds=3, out=tmp_path, resume=True).history) == 3
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_lines_in_a_pipe(data, capsys):
+    go(plain, data, rounds=3, progress=True, name='toy')
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == 'toy: round 0 of 3, compiling'
+    assert told[1].startswith('toy: round 1 of 3, loss ')
+    assert told[1].endswith(' left')
+    assert told[-1].startswith('toy: round 3 of 3, loss ')
+    assert not any('\r' in line for line in told)
+
+
+@pytest.mark.parametrize('columns', [40, 120])
+def test_progress_shows_loss_and_accuracy_however_narrow_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv('COLUMNS', str(columns))
+    monkeypatch.setattr(sys, 'stderr', screen := Terminal())
+    history = [{'round': 1, 'loss': 1.23456, 'accuracy': 0.51234, 'seconds': 0.5}]
+    with progress.Progress('fedavg', 0, 200) as bar:
+        bar.compiling()
+        assert 'compiling' in screen.getvalue()
+        bar.at(12, training.shown(history, 8))
+    last = screen.getvalue().replace('\r', '\n').split('\n')
+    assert any('12/200, loss 1.235, accuracy 0.512' in line[:columns] for line in last)
 
 
 def test_checkpoint_of_another_model_is_refused(data, tmp_path):
@@ -167,7 +341,7 @@ def test_a_run_that_cannot_fit_is_refused_before_its_first_round(data, tmp_path)
     state = begin(data)
     with pytest.raises(MemoryError, match=r'needs about .* GiB and can have 9.31e-07 GiB'):
         run(data, 1, state=state, out=tmp_path, memory_limit=1000)
-    assert not any(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ['.lock']
     assert len(run(data, 1, state=state, out=tmp_path).history) == 1  # the state was not used up
 
 

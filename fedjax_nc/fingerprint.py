@@ -1,0 +1,114 @@
+"""Fingerprints: whether two programs mean the same algorithm and the same data, and whether a file still holds what was
+written.
+
+Arrays go by their values. Algorithms are closures, and go by what they close over: names of functions, and every
+number, array, option and function that these hold, down to the last. The same program has the same fingerprint in every
+process and on every device.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from numpy.typing import NDArray
+
+from fedjax_nc.base import Tree
+
+LIBRARIES = ('fedjax_nc.', 'jax.', 'jaxlib.', 'optax.', 'flax.', 'chex.', 'numpy.', 'functools.')
+"""Whose functions go by name, so that a new version of one, or of a docstring, is still the same algorithm."""
+
+
+def of_arrays(a: Tree) -> str:
+    """Of types, shapes and values of all leaves: 32 hexadecimal digits. With several processes all have to ask."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in jax.tree.leaves(a):
+        values = np.ascontiguousarray(on_host(leaf))
+        digest.update(f'{values.dtype} {values.shape} '.encode())
+        digest.update(values.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def on_host(leaf: Any) -> NDArray[Any]:
+    """A leaf's values, also where the processes hold parts of it."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    if leaf.is_fully_replicated:
+        return np.asarray(leaf.addressable_data(0))
+    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+
+
+def of_algorithm(algorithm: Any) -> str:
+    """Of a record of functions, and all that they close over: 32 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for word in words(algorithm, {}):
+        digest.update(word.encode() + b'\0')
+    return digest.hexdigest()
+
+
+def words(value: Any, met: dict[int, int]) -> Iterator[str]:
+    """What a value is, word by word. What was met before, as in a cycle, goes by its number."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.dtype):
+        yield f'{type(value).__name__} {value!r}'
+        return
+    if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
+        yield f'{getattr(value, "__module__", "")}.{getattr(value, "__qualname__", value.__name__)}'
+        return
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        yield f'array {of_arrays(value)}'
+        return
+    if id(value) in met:
+        yield f'as {met[id(value)]}'
+        return
+    met[id(value)] = len(met)
+    yield f'{type(value).__module__}.{type(value).__qualname__}'
+    for part in parts(value):
+        yield from words(part, met)
+    yield 'end'
+
+
+def parts(value: Any) -> Iterator[Any]:
+    """What a compound value is made of."""
+    if isinstance(value, Mapping):
+        yield from sorted(value.items(), key=lambda item: repr(item[0]))
+    elif isinstance(value, tuple | list):
+        yield from value
+    elif isinstance(value, set | frozenset):
+        yield from sorted(value, key=repr)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        yield f'{value.__module__}.{value.__qualname__}'
+        if not f'{value.__module__}.'.startswith(LIBRARIES):
+            yield from code(value.__code__, value.__doc__)
+        yield from (value.__defaults__, value.__kwdefaults__)
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not filled yet
+                yield 'empty'
+    elif dataclasses.is_dataclass(value):
+        yield from ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    elif hasattr(value, '__wrapped__'):  # a compiled function
+        yield value.__wrapped__
+
+
+def code(of: types.CodeType, doc: str | None) -> Iterator[Any]:
+    """What a user's function does: its names, constants and those of the functions in it."""
+    yield from (of.co_names, of.co_code)
+    for constant in of.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code(constant, None)
+        elif constant != doc:
+            yield constant
