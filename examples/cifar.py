@@ -11,7 +11,10 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
+import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +25,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import base, data, devices, evaluate, local, memory, models, plots, recipes, simulate, training
+from fedjax_nc import (
+    base,
+    checkpoints,
+    data,
+    devices,
+    evaluate,
+    local,
+    memory,
+    models,
+    plots,
+    recipes,
+    simulate,
+    training,
+)  # fmt: skip
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     'mlp': models.MLP,
@@ -149,9 +165,7 @@ def known(path: Path) -> dict[str, Any]:
 def write(path: Path, content: dict[str, Any]) -> None:
     """JSON, written beside its place and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix('.tmp')
-    temporary.write_text(json.dumps(content, indent=2) + '\n')
-    os.replace(temporary, path)
+    checkpoints.replace(path, json.dumps(content, indent=2) + '\n')
 
 
 def load(args: argparse.Namespace) -> tuple[data.Dataset, Any, Any]:
@@ -177,9 +191,10 @@ def prepare(args: argparse.Namespace) -> Mesh | None:
     if args.devices == 1:
         return None
     with contextlib.suppress(RuntimeError):  # a process that has begun keeps the devices it has
-        jax.config.update('jax_num_cpu_devices', args.devices)
+        # Far more devices than cores would abort the process.
+        jax.config.update('jax_num_cpu_devices', min(args.devices, max(8, os.cpu_count() or 1)))
     if len(jax.devices()) < args.devices:
-        raise ValueError(f'--devices {args.devices}: there are {len(jax.devices())}')
+        raise ValueError(f'--devices {args.devices}: at most {len(jax.devices())} can be had here')
     return devices.mesh(jax.devices()[: args.devices])
 
 
@@ -205,9 +220,14 @@ def build(args: argparse.Namespace, dataset: data.Dataset) -> recipes.Recipe:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = arguments(argv)
+    mesh = prepare(args)
+    with checkpoints.holding(args.out):
+        return run(args, mesh)
+
+
+def run(args: argparse.Namespace, mesh: Mesh | None) -> dict[str, Any]:
     cohort = max(1, round(args.participation * args.clients))
     config = settle(args)
-    mesh = prepare(args)
     dataset, train, test = load(args)
     recipe = build(args, dataset)
     k_init, k_train, k_tune = jax.random.split(jax.random.key(args.seed), 3)
@@ -253,11 +273,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
         return seen | ({'temperature': v.params['head']['scale']} if 'scale' in v.params['head'] else {})
 
-    run = training.run(
+    done = training.run(
         recipe.train, k_train, state, train, rounds=args.rounds, cohort=cohort, chunk=args.clients_per_chunk, mesh=mesh,
         evaluate=general, eval_every=args.eval_every, out=args.out, resume=args.resume, name=args.algorithm,
     )  # fmt: skip
-    trained = run.state if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(run.state))
+    trained = done.state if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(done.state))
     algorithm, model = generic_model(trained)
     before = None
     if recipe.generic:
@@ -278,31 +298,34 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         tables = evaluate.per_client(variant, personalized(variant)[0], test)
         personal[f'_{name}'] = evaluate.over_clients(tables).mean
     finished = args.out / 'summary.json'
-    compile_seconds = run.compile_seconds or (known(finished)['compile_seconds'] if finished.exists() else 0.0)
+    compile_seconds = done.compile_seconds
+    if not compile_seconds:  # nothing was left to train
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged summary is made anew
+            compile_seconds = known(finished)['compile_seconds']
 
     summary = {
         'algorithm': args.algorithm,
         'dataset': args.dataset,
         'rounds': args.rounds,
-        **({'global_accuracy': run.history[-1]['accuracy']} if recipe.generic else {}),
+        **({'global_accuracy': done.history[-1]['accuracy']} if recipe.generic else {}),
         **{
-            f'global_{name}_last5': training.last_mean(run.history, name)
+            f'global_{name}_last5': training.last_mean(done.history, name)
             for name in ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
-            if name in run.history[-1]
+            if name in done.history[-1]
         },
         **{f'personal_accuracy{name}': float(value) if tuned else None for name, value in personal.items()},
         **({'personal_accuracy_before': float(before.mean)} if before else {}),
         **({'personal_accuracy_before_std': float(before.std)} if before else {}),
-        'rounds_per_second': run.rounds_per_second,
+        'rounds_per_second': done.rounds_per_second,
         'compile_seconds': compile_seconds,
-        'padded_work_share': float(np.mean([row['padded_work'] for row in run.history])),
+        'padded_work_share': float(np.mean([row['padded_work'] for row in done.history])),
         'device': jax.devices()[0].device_kind,
         'jax': jax.__version__,
     }
     write(args.out / 'config.json', config)  # a resumed run may be longer than it was begun
     write(finished, summary)
     shown = 'accuracy' if recipe.generic else 'accuracy_personal'
-    seen = [(row['round'], row[shown]) for row in run.history if shown in row]
+    seen = [(row['round'], row[shown]) for row in done.history if shown in row]
     curve = {args.algorithm: tuple(np.array(column) for column in zip(*seen, strict=True))}
     title = f'{args.dataset}, {args.clients} clients, Dirichlet({args.alpha:g})'
     plots.accuracy_curves(curve, title=title).savefig(args.out / 'accuracy.png', dpi=150)
@@ -315,8 +338,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     return summary
 
 
+def stop(number: int, frame: Any) -> NoReturn:
+    raise KeyboardInterrupt(number)
+
+
 if __name__ == '__main__':
+    for sent in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sent, stop)
+    warnings.showwarning = lambda message, *rest: print(f'cifar.py: warning: {message}', file=sys.stderr)
     try:
         main()
     except PROBLEMS as problem:
         sys.exit(f'cifar.py: error: {" ".join(str(problem).split())}')
+    except KeyboardInterrupt as stopped:
+        again = [*sys.argv, *(['--resume'] if '--resume' not in sys.argv else [])]
+        print(f'\ncifar.py: stopped; go on with: python {shlex.join(again)}', file=sys.stderr, flush=True)
+        # At once: what the library may still hold open was never finished, and is not what is resumed from.
+        os._exit(128 + int(stopped.args[0] if stopped.args else signal.SIGINT))

@@ -3,6 +3,9 @@
 import importlib
 import json
 import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +44,7 @@ def finished(tmp_path_factory):
 
 def test_cifar_writes_its_files(finished):
     assert {p.name for p in finished.iterdir()} == {
-        'config.json', 'metrics.jsonl', 'metrics.csv', 'summary.json', 'accuracy.png', 'checkpoints',
+        'config.json', 'metrics.jsonl', 'metrics.csv', 'summary.json', 'accuracy.png', 'checkpoints', '.lock',
     }  # fmt: skip
     summary = json.loads((finished / 'summary.json').read_text())
     assert summary['algorithm'] == 'fedetf'
@@ -78,6 +81,7 @@ def test_cifar_resumes_to_the_uninterrupted_run(finished, tmp_path):
         (['--model', 'cnn'], 'at least 18x18'),
         (['--dataset', 'cifar10', '--data-dir', 'NOWHERE/data'], 'cifar-10-binary.tar.gz'),
         (['--rounds', '2', '--lr', '1e30'], 'diverged in round 1'),
+        (['--devices', '999'], '--devices 999: at most'),
     ],
 )
 def test_bad_arguments_end_with_one_line(tmp_path, args, said, monkeypatch):
@@ -106,6 +110,54 @@ def test_fewer_rounds_or_a_damaged_configuration_are_refused(finished, tmp_path)
     assert json.loads((finished / 'config.json').read_text())['rounds'] == 6
     (tmp_path / 'config.json').write_text('[')
     assert 'config.json is damaged' in cifar(tmp_path, '--resume').stderr
+
+
+def test_a_damaged_summary_of_a_finished_run_is_made_anew(finished, tmp_path):
+    out = shutil.copytree(finished, tmp_path / 'copy')
+    (out / 'summary.json').write_text('{"algo')
+    done = cifar(out, '--rounds', 6, '--participation', 0.5, '--eval-every', 2, '--resume')
+    assert done.returncode == 0, done.stderr
+    new, old = (json.loads((d / 'summary.json').read_text()) for d in (out, finished))
+    assert new['personal_accuracy'] == old['personal_accuracy']
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_says_how_to_go_on_and_does(tmp_path, number):
+    args = ['examples/cifar.py', '--dataset', 'digits', '--clients', 6, '--rounds', 500, '--out', tmp_path]
+    with subprocess.Popen(
+        [sys.executable, *map(str, args)], cwd=ROOT, stderr=subprocess.PIPE, text=True, bufsize=1
+    ) as running:
+        for line in running.stderr:  # until it is well under way
+            if 'round 1 of 500, loss' in line:
+                break
+        running.send_signal(number)
+        rest = running.stderr.read()
+    assert running.returncode == 128 + number
+    assert 'Traceback' not in rest
+    last = rest.strip().splitlines()[-1]
+    assert last.startswith('cifar.py: stopped; go on with: python examples/cifar.py')
+    newest = max(int(path.name) for path in (tmp_path / 'checkpoints').iterdir() if path.name.isdigit())
+    again = [str(newest + 2) if word == '500' else word for word in shlex.split(last.split('python ', 1)[1])]
+    done = script(*again)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / 'summary.json').read_text())['rounds'] == newest + 2
+
+
+def test_two_runs_of_one_directory_do_not_mix(tmp_path):
+    """One goes on as if it were alone, the other ends with one line."""
+    args = ['--dataset', 'digits', '--clients', '6', '--rounds', '3', '--out', str(tmp_path)]
+    pair = [
+        subprocess.Popen(
+            [sys.executable, 'examples/cifar.py', *args, '--seed', seed], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        for seed in '01'
+    ]
+    told = [run.communicate()[1] for run in pair]
+    codes = [run.returncode for run in pair]
+    assert sorted(codes) == [0, 1], told
+    loser, winner = told[codes.index(1)], codes.index(0)
+    assert 'in use by another run' in loser or 'already holds a run' in loser
+    assert json.loads((tmp_path / 'config.json').read_text())['seed'] == winner
 
 
 def blocks(language):
