@@ -7,9 +7,11 @@ checkpoint it continues from. One run at a time holds the directory.
 
 import contextlib
 import csv
+import gc
 import hashlib
 import io
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -218,7 +220,14 @@ class Files:
             with self.manager() as manager:
                 return manager.restore(round, args=ocp.args.Composite(**items))
         except Exception as error:
-            raise DamagedError(' '.join(f'{type(error).__name__}: {error}'.split())[:200]) from error
+            said = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]
+        # Readers of other arrays have failed too, and would each tell it at length when they are thrown away.
+        log = logging.getLogger('asyncio')
+        level = log.level
+        log.setLevel(logging.CRITICAL)
+        gc.collect()
+        log.setLevel(level)
+        raise DamagedError(said)
 
     def put_aside(self, damaged: dict[int, str], kept: int) -> None:
         """Moves damaged checkpoints out of the way of those that the run will write, and says so."""

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from numpy.typing import NDArray
 
 from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Model, Objective
@@ -170,5 +171,6 @@ def optimizer(name: str, value: Any) -> None:
     Raises:
       ValueError: for all else.
     """
-    if not callable(value) or isinstance(value, type):
+    found = value(jnp.int32(0)) if callable(value) and not isinstance(value, type) else value
+    if found is value or not isinstance(found, optax.GradientTransformation):
         raise ValueError(f'{name} is a function of the round: local.sgd(0.1), or lambda round: optax.sgd(0.1)')

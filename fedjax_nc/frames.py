@@ -33,6 +33,8 @@ def simplex_etf(key: Array, dim: int, classes: int) -> Array:
     Raises:
       ValueError: if `classes < 2` or `dim < classes - 1`.
     """
+    checks.whole('dim', dim)
+    checks.whole('classes', classes)
     if classes < 2:
         raise ValueError(f'a simplex ETF needs at least 2 classes, not {classes}')
     if dim < classes - 1:

@@ -30,6 +30,7 @@ def scatter(z: Array, y: Array, weight: Array, mean: Array, covariance: str = 'f
       [C, D, D]; for 'diag' their diagonals [C, D]; for 'tied' their sum [D, D].
     """
     known(covariance)
+    classwise.fitting(z, y, weight)
     if covariance == 'full':
         return classwise.scatter(z, y, weight, mean)
     gap = jnp.where(weight[:, None] > 0, z - mean[y], 0.0)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from fedjax_nc import checks
 from fedjax_nc.base import Array, Head, Tree
 from fedjax_nc.frames import normalize as normalize
 from fedjax_nc.frames import simplex_etf
@@ -50,7 +51,11 @@ def cosine(scale: float = 1.0, learn_scale: bool = True) -> Head:
     """Learnable class vectors compared by angle: `scale * cos(z, w_c)`.
 
     `params = {'w' [D, C], 'scale' []}`; the scale is in `fixed` when it is not learned.
+
+    Raises:
+      ValueError: for a `scale` that is not positive.
     """
+    checks.number('scale', scale, open_low=True)
 
     def init(key: Array, dim: int, classes: int) -> tuple[Tree, Tree]:
         return with_scale(dense_init(key, dim, classes, bias=False), {}, scale, learn_scale)
@@ -88,8 +93,12 @@ def etf(
       frame: `(key, d, C) -> [d, C]`, what is frozen instead of a simplex ETF, such as `frames.sparse_etf`.
 
     Raises:
-      ValueError: on `init`, if `d < C - 1`, or if `dim` is not the feature width and there is no projection.
+      ValueError: for a `scale` that is not positive, or a `dim` below 1; on `init`, if `d < C - 1`, or if `dim` is not
+        the feature width and there is no projection.
     """
+    checks.number('scale', scale, open_low=True)
+    if dim is not None:
+        checks.whole('dim', dim)
 
     def init(key: Array, width: int, classes: int) -> tuple[Tree, Tree]:
         size = dim if dim is not None else classes if project else width
@@ -120,7 +129,11 @@ def prototypes(scale: float = 1.0, learn_scale: bool = True, init: Frame = simpl
       scale: first value of the scale.
       learn_scale: whether the scale is learned.
       init: `(key, D, C) -> [D, C]`, the first prototypes as unit columns, such as `frames.uniform`.
+
+    Raises:
+      ValueError: for a `scale` that is not positive.
     """
+    checks.number('scale', scale, open_low=True)
 
     def first(key: Array, dim: int, classes: int) -> tuple[Tree, Tree]:
         return with_scale({}, {'w': normalize(init(key, dim, classes).T)}, scale, learn_scale)

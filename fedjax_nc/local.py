@@ -25,6 +25,19 @@ class Plan(NamedTuple):
     epochs: int = 3
 
 
+def checked(name: str, plan: Plan) -> Plan:
+    """The plan itself.
+
+    Raises:
+      ValueError: unless it is one of whole numbers of at least 1.
+    """
+    if not isinstance(plan, Plan):
+        raise ValueError(f'{name} must be a local.Plan(batch_size, epochs), not {checks.shown(plan)}')
+    checks.whole(f'batch_size of {name}', plan.batch_size)
+    checks.whole(f'epochs of {name}', plan.epochs)
+    return plan
+
+
 class Trained(NamedTuple):
     """What local training leaves behind."""
 
@@ -135,8 +148,7 @@ def local_sgd(
     Raises:
       ValueError: if batch size or epochs are below 1, or epochs are beyond counting.
     """
-    checks.whole('batch_size', plan.batch_size)
-    checks.whole('epochs', plan.epochs)
+    checked('plan', plan)
     if plan.epochs * (shard.index.shape[0] + plan.batch_size) >= 2**31:
         raise ValueError(f'{plan.epochs} local epochs are more examples than can be counted: take fewer')
     b = min(plan.batch_size, shard.index.shape[0])

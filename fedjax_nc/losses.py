@@ -84,7 +84,8 @@ def weighted_cross_entropy(logits: Array, labels: Array, counts: Array | None = 
 
     The Ratio Loss of Wang et al. (AAAI 2021), whose weights `ratioloss.algorithm` finds.
     """
-    return weights[labels] * cross_entropy(logits, labels)
+    values = cross_entropy(logits, labels)
+    return weights[labels] * values
 
 
 def positive(logits: Array, labels: Array, counts: Array | None = None, *, target: Array | float = 0.9) -> Array:

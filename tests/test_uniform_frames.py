@@ -123,8 +123,8 @@ def test_as_the_prototypes_of_a_head():
     [
         (lambda: orthogonal(toys.KEY, 3, 4), "use method='auto'"),
         (lambda: frames.uniform(toys.KEY, 3, 4, 'simplex'), "'auto' or 'orthogonal'"),
-        (lambda: frames.uniform(toys.KEY, 3, 0), 'at least one class'),
-        (lambda: frames.uniform(toys.KEY, 0, 3), 'one dimension'),
+        (lambda: frames.uniform(toys.KEY, 3, 0), 'classes must be at least 1'),
+        (lambda: frames.uniform(toys.KEY, 0, 3), 'dim must be at least 1'),
     ],
 )
 def test_impossible_frames_are_refused(call, match):

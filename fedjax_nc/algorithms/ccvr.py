@@ -28,7 +28,7 @@ from fedjax_nc import aggregators, checks, classwise, gaussians, losses
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Info, Objective, Shard, Tree, Variables
-from fedjax_nc.local import Plan, featurize, sgd
+from fedjax_nc.local import Plan, checked, featurize, sgd
 from fedjax_nc.objective import masked_mean, on_features
 
 Transform = Callable[[Array], Array]
@@ -97,8 +97,9 @@ def calibrate(
     """
     checks.kind('objective', objective, Objective)
     gaussians.known(covariance)
-    for name, value in (('samples', samples), ('ridge', ridge)):
-        checks.number(name, value)
+    checked('plan', plan)
+    checks.whole('samples', samples, 0)
+    checks.number('ridge', ridge)
     psi = transform if transform is not None and samples else identity
     before, after = (identity, psi) if raw_gaussians else (psi, identity)
 

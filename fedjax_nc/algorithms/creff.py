@@ -22,7 +22,7 @@ from fedjax_nc import aggregators, checks, classwise, heads, losses, tree
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.algorithms import ccvr, fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, Model, Shard, Tree
-from fedjax_nc.local import ClientOptimizer, Plan, featurize, sgd
+from fedjax_nc.local import ClientOptimizer, Plan, checked, featurize, sgd
 from fedjax_nc.objective import objective
 
 
@@ -82,6 +82,7 @@ def algorithm(
     checks.whole('match_steps', match_steps, 0)
     checks.number('match_lr', match_lr)
     checks.optimizer('retrain_opt', retrain_opt)
+    checked('retrain', retrain)
     task = objective(model, heads.linear(bias), losses.cross_entropy)
     inner = base(task, client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})
 

@@ -29,7 +29,7 @@ from fedjax_nc.base import (
     Tree,
     Variables,
 )
-from fedjax_nc.local import ClientOptimizer, Plan, local_sgd
+from fedjax_nc.local import ClientOptimizer, Plan, checked, local_sgd
 from fedjax_nc.objective import freezing
 from fedjax_nc.objective import predict as logits
 
@@ -132,10 +132,11 @@ def algorithm(
       An `Algorithm` whose server state is a `Server`.
 
     Raises:
-      ValueError: for an objective, optimizers or aggregators that are none, or do not join models.
+      ValueError: for an objective, plan, optimizers or aggregators that are none, or do not join models.
     """
     checks.kind('objective', objective, Objective)
     checks.optimizer('client_opt', client_opt)
+    checked('plan', plan)
     if server_opt is not None and not isinstance(server_opt, optax.GradientTransformation):
         raise ValueError('server_opt must be an optax optimizer, such as optax.sgd(1.0)')
     for name, value in (('aggregate', aggregate), ('aggregate_stats', aggregate_stats)):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import aggregators, classwise, heads, losses, tree
+from fedjax_nc import aggregators, checks, classwise, heads, losses, tree
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import (
@@ -81,7 +81,7 @@ def algorithm(
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
 
     Raises:
-      ValueError: for an unknown option, or 'selected' with 'sample', which the paper does not define.
+      ValueError: for an unknown option, a number out of range, or 'selected' with 'sample', which the paper does not define.
     """
     for name, value, known in (
         ('mu_norm', mu_norm, ('present', 'selected')),
@@ -92,6 +92,11 @@ def algorithm(
             raise ValueError(f'{name} must be {known[0]!r} or {known[1]!r}, not {value!r}')
     if (mu_norm, mu_weight) == ('selected', 'sample'):
         raise ValueError("mu_norm='selected' divides by clients: it needs mu_weight='client'")
+    for name, rounds in (('warm', warm), ('collect', collect)):
+        if rounds is not None and not isinstance(rounds, jax.Array):
+            checks.whole(name, rounds, 0)
+    checks.number('alpha', alpha)
+    checks.number('mu_ema', mu_ema, high=1)
     first = jnp.maximum(warm - 20, 0) if collect is None else collect
     head = head or heads.etf(scale=scale, learn_scale=False, project=False, unit_features=False)
     plain = objective(model, head, losses.cross_entropy)

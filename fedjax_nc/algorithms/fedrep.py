@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from fedjax_nc import checks
 from fedjax_nc.algorithms import fedavg, fedper, finetune
 from fedjax_nc.base import Algorithm, Array, Info, Objective, Shard, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan, featurize, joined
@@ -44,8 +45,13 @@ def algorithm(
       **kwargs: as for `base`, but `parts`; clients are averaged without weights unless `aggregate` says otherwise.
 
     Raises:
-      ValueError: when clients are made, if the head has no parameters.
+      ValueError: for `head_epochs` below 1, or a `head_opt` that is none; when clients are made, if the head has no
+        parameters.
     """
+    checks.kind('objective', objective, Objective)
+    checks.whole('head_epochs', head_epochs)
+    if head_opt is not None:
+        checks.optimizer('head_opt', head_opt)
     inner = base(objective, client_opt, plan=plan, parts=('body',), **{**fedavg.UNWEIGHTED, **kwargs})
     head_plan = plan._replace(epochs=head_epochs)
 

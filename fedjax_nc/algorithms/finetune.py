@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fedjax_nc import aggregators, checks, tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Info, Objective, Shard, Tree, Variables
-from fedjax_nc.local import ClientOptimizer, Plan, local_sgd
+from fedjax_nc.local import ClientOptimizer, Plan, checked, local_sgd
 from fedjax_nc.objective import freezing
 from fedjax_nc.objective import predict as logits
 
@@ -38,9 +38,10 @@ def algorithm(
       penalty: a term added to the local loss, as in `fedavg.algorithm`; it sees the client's first model as its state.
 
     Raises:
-      ValueError: for an objective or an optimizer that is none.
+      ValueError: for an objective, optimizer or plan that is none.
     """
     checks.optimizer('client_opt', client_opt)
+    checked('plan', plan)
 
     def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
         trained, kept = tree.split(mine.params, parts)

@@ -101,7 +101,7 @@ def nc3(z: Array, y: Array, vectors: Array, weight: Array | None = None) -> ByCl
     Raises:
       ValueError: if features and vectors differ in dimension.
     """
-    _check(z, vectors)
+    _check(z, y, vectors)
     cosines = jnp.sum(normalize(z) * normalize(vectors.T)[y], axis=1, keepdims=True)
     values, count = classwise.means(cosines, y, _weights(y, weight), vectors.shape[1])
     return ByClass(values[:, 0], count > 0, over(values[:, 0], count > 0).mean)
@@ -112,7 +112,7 @@ def nc3_means(z: Array, y: Array, vectors: Array, weight: Array | None = None) -
 
     1 means collapse. Arguments and errors are those of `nc3`.
     """
-    _check(z, vectors)
+    _check(z, y, vectors)
     at = centres(z, y, vectors.shape[1], weight)
     values = jnp.sum(normalize(at.centred) * normalize(vectors.T), axis=1)
     return ByClass(values, at.present, over(values, at.present).mean)
@@ -122,7 +122,8 @@ def _weights(y: Array, weight: Array | None) -> Array:
     return jnp.ones(y.shape, jnp.float32) if weight is None else weight
 
 
-def _check(z: Array, vectors: Array) -> None:
+def _check(z: Array, y: Array, vectors: Array) -> None:
+    classwise.fitting(z, y, _weights(y, None))
     if z.shape[1] != vectors.shape[0]:
         raise ValueError(
             f'features of {z.shape[1]} dimensions cannot be compared with vectors {vectors.shape}: '

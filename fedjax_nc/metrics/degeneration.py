@@ -39,9 +39,10 @@ def degeneration(z: Array, y: Array, classes: int, weight: Array | None = None) 
     Raises:
       ValueError: if there are no two halves of dimensions.
     """
+    weight = jnp.ones(y.shape, jnp.float32) if weight is None else weight
+    classwise.fitting(z, y, weight)
     if z.shape[1] < 2:
         raise ValueError(f'{z.shape[1]} dimensions have no two halves: at least 2 are needed')
-    weight = jnp.ones(y.shape, jnp.float32) if weight is None else weight
     mean, count = classwise.means(z, y, weight, classes)
     variance, _ = classwise.means(jnp.square(z.astype(jnp.float32) - mean[y]), y, weight, classes)
     relative = jnp.where(mean == 0, 0.0, variance / jnp.where(mean == 0, 1.0, jnp.square(mean)))

@@ -1,0 +1,255 @@
+"""Wrong arguments of everything that takes numbers, tasks or plans: refused at once, in one line that names them."""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+from fedjax_nc import (
+    aggregators,
+    algorithms,
+    classwise,
+    frames,
+    gaussians,
+    heads,
+    local,
+    losses,
+    metrics,
+    models,
+    privacy,
+    server_optimizers,
+    simulate,
+)  # fmt: skip
+from fedjax_nc.algorithms import fedavg, fedprox, latest, moon
+from fedjax_nc.data import federate
+from fedjax_nc.objective import objective
+
+FACTORIES = ('algorithm', 'calibrate', 'personalize', 'realign', 'adapt_features', 'alternate')
+SINGLE = federate(np.eye(5, 12, dtype=np.float32), np.arange(5), [[c] for c in range(5)])
+NEEDED = {'mu': 1.0, 'warm': 3, 'auxiliary': SINGLE}
+NOT_NUMBERS = ('x', [0.1], np.ones(2), np.nan)
+NEGATIVE = (-1.0, np.float32(-1), jnp.float32(-1))
+NOT_WHOLE = ('x', 2.5, -1, np.float32(2), True)
+
+
+def factories():
+    for module in pkgutil.iter_modules(algorithms.__path__):
+        found = importlib.import_module(f'fedjax_nc.algorithms.{module.name}')
+        for name in FACTORIES:
+            factory = getattr(found, name, None)
+            if factory is not None and factory.__module__ == found.__name__:
+                yield f'{module.name}.{name}', factory
+
+
+FOUND = dict(factories())
+
+
+def call(factory, **wrong):
+    """The factory with one wrong argument among good ones."""
+    parameters = inspect.signature(factory).parameters
+    first = next(iter(parameters))
+    good = {
+        'objective': toys.task, 'model': toys.tiny, 'task': toys.task, 'client_opt': toys.opt, **NEEDED,
+    }  # fmt: skip
+    required = [
+        name for name, p in parameters.items() if p.default is inspect.Parameter.empty and p.kind is not p.VAR_KEYWORD
+    ]
+    given = {name: good[name] for name in required} | wrong
+    return factory(given.pop(first), **given)
+
+
+def numbers():
+    """Every argument of every factory whose default is a number, with values that it cannot have."""
+    for name, factory in FOUND.items():
+        for argument, p in inspect.signature(factory).parameters.items():
+            default = NEEDED.get(argument, p.default)
+            if isinstance(default, bool) or not isinstance(default, int | float):
+                continue
+            wrong = (*NOT_NUMBERS, *NEGATIVE) if isinstance(default, float) else NOT_WHOLE
+            for value in wrong:
+                yield pytest.param(factory, argument, value, id=f'{name}-{argument}-{value!r}'.replace('\n', ''))
+
+
+def refused(build, said):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        build()
+    text = str(caught.value)
+    assert '\n' not in text
+    assert len(text) < 300
+    assert said in text
+
+
+@pytest.mark.parametrize(('factory', 'argument', 'value'), numbers())
+def test_a_number_out_of_range(factory, argument, value):
+    refused(lambda: call(factory, **{argument: value}), argument)
+
+
+KINDS = {
+    'model': toys.tiny, 'task': toys.task, 'head': heads.linear(), 'module': models.MLP(), 'none': None, 'text': 'x',
+    'class': models.MLP,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('wrong', KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize('factory', FOUND.values(), ids=FOUND)
+def test_a_first_argument_of_another_kind(factory, wrong):
+    first = next(iter(inspect.signature(factory).parameters))
+    if wrong is {'objective': toys.task, 'model': toys.tiny}[first]:
+        pytest.skip('the right one')
+    refused(lambda: call(factory, **{first: wrong}), f'{first} must be a')
+
+
+@pytest.mark.parametrize('wrong', [None, 0.1, optax.sgd(0.1), 'sgd', lambda round: 0.1])
+@pytest.mark.parametrize('factory', [f for f in FOUND.values() if 'client_opt' in inspect.signature(f).parameters])
+def test_an_optimizer_that_is_no_function_of_the_round(factory, wrong):
+    refused(lambda: call(factory, client_opt=wrong), 'client_opt')
+
+
+@pytest.mark.parametrize('wrong', [local.Plan(0, 1), local.Plan(1, 0), local.Plan(2.5, 1), local.Plan(1, '3'), 5, None])
+@pytest.mark.parametrize('factory', FOUND.values(), ids=FOUND)
+def test_a_plan_that_is_none(factory, wrong):
+    name = 'turn' if 'turn' in inspect.signature(factory).parameters else 'plan'
+    refused(lambda: call(factory, **{name: wrong}), '')
+
+
+Z, Y, W = jnp.ones((6, 3)), jnp.array([0, 1, 2, 0, 1, 2]), jnp.ones(6)
+KEY = toys.KEY
+SHAPES = {  # what takes examples with labels, and what is wrong with them
+    'losses.cross_entropy': lambda z, y: losses.cross_entropy(z, y),
+    'losses.balanced_softmax': lambda z, y: losses.balanced_softmax(z, y, jnp.ones(3)),
+    'losses.restricted_softmax': lambda z, y: losses.restricted_softmax(z, y, jnp.ones(3)),
+    'losses.weighted_cross_entropy': lambda z, y: losses.weighted_cross_entropy(z, y, weights=jnp.ones(3)),
+    'losses.dot_regression': lambda z, y: losses.dot_regression(z, y),
+    'losses.positive': lambda z, y: losses.positive(z, y),
+    'classwise.sums': lambda z, y: classwise.sums(z, y, W, 3),
+    'classwise.means': lambda z, y: classwise.means(z, y, W, 3),
+    'classwise.scatter': lambda z, y: classwise.scatter(z, y, W, jnp.ones((3, 3))),
+    'gaussians.scatter': lambda z, y: gaussians.scatter(z, y, W, jnp.ones((3, 3)), 'tied'),
+    'collapse.nc1': lambda z, y: metrics.collapse.nc1(z, y, 3),
+    'collapse.nc1_cosine': lambda z, y: metrics.collapse.nc1_cosine(z, y, 3),
+    'collapse.nc2': lambda z, y: metrics.collapse.nc2(z, y, 3),
+    'collapse.nc3': lambda z, y: metrics.collapse.nc3(z, y, jnp.ones((3, 3))),
+    'collapse.nc3_means': lambda z, y: metrics.collapse.nc3_means(z, y, jnp.ones((3, 3))),
+    'degeneration.degeneration': lambda z, y: metrics.degeneration.degeneration(z, y, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ('z', 'y'),
+    [(Z, Y[:, None]), (Z, Y.astype(jnp.float32)), (Z, Y[:4]), (Z, jnp.int32(1)), (Z[0], Y), (Z[None], Y), (Z, W > 0)],
+    ids=['columns', 'floats', 'short', 'one', 'one row', 'stacked', 'bool'],
+)
+@pytest.mark.parametrize('fn', SHAPES.values(), ids=SHAPES)
+def test_labels_and_rows_of_other_shapes(fn, z, y):
+    refused(lambda: fn(z, y), 'must')
+    with pytest.raises((ValueError, TypeError), match='must'):  # and also where values are not known
+        jax.eval_shape(fn, z, y)
+
+
+CALLS = [
+    (local.sgd, 'lr', (*NOT_NUMBERS, *NEGATIVE, None)),
+    (functools.partial(local.sgd, 0.1), 'momentum', (*NOT_NUMBERS, *NEGATIVE, 1.0, np.float32(1))),
+    (functools.partial(local.sgd, 0.1), 'weight_decay', (*NOT_NUMBERS, *NEGATIVE)),
+    (functools.partial(local.sgd, 0.1), 'decay', (*NOT_NUMBERS, *NEGATIVE)),
+    (functools.partial(local.sgd, 0.1), 'clip', (*NOT_NUMBERS, *NEGATIVE, 0.0)),
+    (server_optimizers.fedavgm, 'lr', (*NOT_NUMBERS, *NEGATIVE)),
+    (server_optimizers.fedavgm, 'beta', (*NOT_NUMBERS, *NEGATIVE, 1.0)),
+    (server_optimizers.fedadam, 'lr', (*NOT_NUMBERS, *NEGATIVE)),
+    (server_optimizers.fedadam, 'b1', (*NOT_NUMBERS, *NEGATIVE, 1.0)),
+    (server_optimizers.fedadam, 'b2', (*NOT_NUMBERS, *NEGATIVE, 1.0)),
+    (server_optimizers.fedadam, 'tau', (*NOT_NUMBERS, *NEGATIVE, 0.0)),
+    (server_optimizers.fedyogi, 'lr', (*NOT_NUMBERS, *NEGATIVE)),
+    (server_optimizers.fedadagrad, 'lr', (*NOT_NUMBERS, *NEGATIVE)),
+    (aggregators.trimmed_mean, 'share', (*NOT_NUMBERS, *NEGATIVE, 0.5)),
+    (aggregators.krum, 'byzantine', (*NOT_WHOLE, None)),
+    (functools.partial(aggregators.krum, 1), 'select', (*NOT_WHOLE, 0)),
+    (functools.partial(frames.uniform, KEY, classes=3), 'dim', (*NOT_WHOLE, 0)),
+    (functools.partial(frames.uniform, KEY, 3), 'classes', (*NOT_WHOLE, 0)),
+    (functools.partial(frames.simplex_etf, KEY, classes=3), 'dim', (*NOT_WHOLE, 1)),
+    (functools.partial(frames.simplex_etf, KEY, 3), 'classes', (*NOT_WHOLE, 1)),
+    (functools.partial(frames.sparse_etf, KEY, 6, 5), 'sparsity', (*NOT_NUMBERS, *NEGATIVE, 1.0)),
+    (functools.partial(frames.sparse_etf, KEY, 6, 5), 'norm', (*NOT_NUMBERS, *NEGATIVE, 0.0)),
+    (functools.partial(frames.sparse_etf, KEY, 6, 5), 'steps', NOT_WHOLE),
+    (heads.cosine, 'scale', (*NOT_NUMBERS, *NEGATIVE, 0.0)),
+    (heads.prototypes, 'scale', (*NOT_NUMBERS, *NEGATIVE, 0.0)),
+    (heads.etf, 'scale', (*NOT_NUMBERS, *NEGATIVE, 0.0)),
+    (heads.etf, 'dim', (*NOT_WHOLE, 0)),
+    (functools.partial(moon.projected, toys.tiny), 'dim', (*NOT_WHOLE, 0)),
+    (functools.partial(privacy.private, call(fedavg.algorithm), noise_multiplier=1.0, cohort=2), 'clip',
+     (*NOT_NUMBERS, *NEGATIVE, 0.0, np.inf)),
+    (functools.partial(privacy.private, call(fedavg.algorithm), clip=1.0, cohort=2), 'noise_multiplier',
+     (*NOT_NUMBERS, *NEGATIVE)),
+    (functools.partial(privacy.private, call(fedavg.algorithm), clip=1.0, noise_multiplier=1.0), 'cohort',
+     (*NOT_WHOLE, 0)),
+    (functools.partial(privacy.private, clip=1.0, noise_multiplier=1.0, cohort=2), 'algorithm', (toys.task, None)),
+    (latest.keep, 'algorithm', (toys.task, None, toys.tiny)),
+    (simulate.make_round, 'algorithm', (toys.task, None, toys.tiny, fedavg.algorithm)),
+    (functools.partial(simulate.make_round, call(fedavg.algorithm)), 'cohort', (*NOT_WHOLE, 0)),
+    (functools.partial(simulate.make_round, call(fedavg.algorithm)), 'chunk', (*NOT_WHOLE, 0)),
+    (functools.partial(objective, head=heads.linear(), loss=losses.cross_entropy), 'model',
+     (heads.linear(), models.MLP(), toys.task, None)),
+    (functools.partial(objective, toys.tiny, loss=losses.cross_entropy), 'head',
+     (toys.tiny, losses.cross_entropy, None)),
+    (functools.partial(objective, toys.tiny, heads.linear()), 'loss', (None, 'cross_entropy', 1.0)),
+    (functools.partial(fedprox.proximal), 'mu', (*NOT_NUMBERS, *NEGATIVE)),
+    (functools.partial(metrics.degeneration.prune, jnp.ones((4, 3)), jnp.ones((3, 4), int)), 'share',
+     (*NOT_NUMBERS, *NEGATIVE, 1.1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ('fn', 'name', 'value'),
+    [
+        pytest.param(fn, name, value, id=f'{getattr(fn, "func", fn).__name__}-{name}-{i}')
+        for fn, name, values in CALLS
+        for i, value in enumerate(values)
+    ],
+)
+def test_other_functions(fn, name, value):
+    refused(lambda: fn(**{name: value}), name)
+
+
+BODIES = {  # models whose features are not [B, D], and what is said
+    'images': (lambda params, stats, x, mask, key: (x[:, :, None], stats), 'features [B, D]'),
+    'one number': (lambda params, stats, x, mask, key: (x.sum(), stats), 'features [B, D]'),
+    'a flat vector': (lambda params, stats, x, mask, key: (x[:, 0], stats), 'features [B, D]'),
+    'one row': (lambda params, stats, x, mask, key: (x.sum(0, keepdims=True), stats), 'features [B, D]'),
+}
+
+
+@pytest.mark.parametrize(('features', 'said'), BODIES.values(), ids=BODIES)
+def test_features_of_another_rank(data, features, said):
+    task = objective(toys.tiny._replace(features=features), heads.linear(), losses.cross_entropy)
+    refused(lambda: simulate.init(fedavg.algorithm(task, toys.opt), KEY, data), said)
+
+
+@pytest.mark.parametrize('loss', [lambda z, y, n: z.mean(), lambda z, y, n: z, lambda z, y, n: None])
+def test_losses_that_are_not_one_for_each_example(data, loss):
+    task = objective(toys.tiny, heads.linear(), loss)
+    refused(lambda: simulate.init(fedavg.algorithm(task, toys.opt), KEY, data), 'one loss for each example')
+
+
+def test_logits_of_another_shape(data):
+    flat = heads.linear()._replace(logits=lambda params, fixed, z: z[:, 0])
+    task = objective(toys.tiny, flat, losses.cross_entropy)
+    refused(lambda: simulate.init(fedavg.algorithm(task, toys.opt), KEY, data), 'logits [B, C]')
+
+
+def test_data_of_more_classes_than_the_head(data):
+    algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    state = simulate.init(algorithm, KEY, data)
+    more = data._replace(counts=jnp.pad(data.counts, ((0, 0), (0, 2))))
+    refused(lambda: simulate.make_round(algorithm)(KEY, state, more), 'tells 5 classes apart and the data have 7')
+
+
+def test_how_many_wrong_inputs_these_are():
+    """Beside those of the data, which have a file of their own."""
+    factories = len(FOUND) * (6 + 6) + 5 * sum('client_opt' in inspect.signature(f).parameters for f in FOUND.values())
+    assert len(list(numbers())) + factories + 7 * len(SHAPES) + sum(len(values) for *_, values in CALLS) > 800
