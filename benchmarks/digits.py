@@ -1,11 +1,11 @@
 """Every method of the library on real handwritten digits, side by side.
 
-    python benchmarks/digits.py                                     # all of them, three seeds; needs no network
+    python benchmarks/digits.py                                     # all of them; needs no network
     python benchmarks/digits.py --methods fedavg fedetf --seeds 0
 
-20 clients by Dirichlet(0.1), 5 of them a round, who count alike whatever their size (but in FedNova); the same small
-MLP, optimizer and plan for all. Methods whose files lie in --out are not run again. Writes METHOD.json there and
-digits.md, the table:
+20 clients by Dirichlet(0.1), 5 of them a round, who count alike whatever their size (but in fednova and
+fedavg+examples); the same small MLP, optimizer and plan for all; three seeds, for moon and fedavg+projection fifteen.
+Methods whose files lie in --out are not run again. Writes METHOD.json there and digits.md, the table:
 
 general    the generic model on the test set, mean of the last five rounds
 personal   clients' models on test parts of their own data, mean over clients
@@ -42,14 +42,18 @@ class Row(NamedTuple):
     server: str | None = None
     model: str = 'plain'  # the MLP; 'normed' with BatchNorm, 'projected' with MOON's projection
     weigh: str = 'alike'
+    seeds: tuple[int, ...] = (0, 1, 2)
 
 
+MANY = tuple(range(15))  # for MOON, of whose seeds three say little
 ROWS = {name: Row(name, model='normed' if name == 'fedbn' else 'plain') for name in recipes.RECIPES}
+ROWS['moon'] = Row('moon', seeds=MANY)
 ROWS['fednova'] = Row('fednova', weigh='examples')  # or the direction of a lone step would count as that of a hundred
+ROWS['fedavg+examples'] = Row('fedavg', weigh='examples')  # what fednova is to be compared with
 ROWS |= {f'fedavg+{head}': Row('fedavg', head=head) for head in ('cosine', 'etf', 'bare_etf')}
 ROWS |= {f'fedavg+{name}': Row('fedavg', server=name) for name in recipes.SERVER_OPTIMIZERS if name != 'sgd'}
-ROWS['fedavg+projection'] = Row('fedavg', model='projected')  # what moon is to be compared with, and fedbn with:
-ROWS['fedavg+batchnorm'] = Row('fedavg', model='normed')
+ROWS['fedavg+projection'] = Row('fedavg', model='projected', seeds=MANY)  # what moon is to be compared with,
+ROWS['fedavg+batchnorm'] = Row('fedavg', model='normed')  # and fedbn
 
 
 class NormedMLP(nn.Module):
@@ -171,24 +175,25 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--methods', nargs='+', choices=list(ROWS), default=list(ROWS), metavar='METHOD')
-    parser.add_argument('--seeds', nargs='+', type=int, default=[0, 1, 2])
+    parser.add_argument('--seeds', nargs='+', type=int, help="by default each row's own")
     parser.add_argument('--rounds', type=int, default=40)
     parser.add_argument('--out', type=Path, default=Path('runs/digits_table'))
     args = parser.parse_args(argv)
-    if args.rounds < 1 or min(args.seeds) < 0:
+    if args.rounds < 1 or min(args.seeds or [0]) < 0:
         parser.error('--rounds must be at least 1 and no seed negative')
     return args
 
 
 def main(argv: list[str] | None = None) -> str:
     args = arguments(argv)
-    settings = {'rounds': args.rounds, 'seeds': args.seeds}
+    seeds = {name: args.seeds or list(ROWS[name].seeds) for name in args.methods}
     digits = data.load_dataset('digits')
-    drawn = scenes(digits, args.seeds)
+    drawn = scenes(digits, sorted({seed for own in seeds.values() for seed in own}))
     reference = Player(ROWS['fedavg'], digits, args.rounds)
     found: dict[str, list[dict[str, float]]] = {}
     for name in args.methods:
         path, begun = args.out / f'{name}.json', time.perf_counter()
+        settings = {'rounds': args.rounds, 'seeds': seeds[name]}
         if path.exists():
             known: dict[str, Any] = json.loads(path.read_text())
             if known['settings'] != settings:
@@ -196,8 +201,8 @@ def main(argv: list[str] | None = None) -> str:
         else:
             player = Player(ROWS[name], digits, args.rounds)
             runs = [
-                player.play(seed, scene) | {'rounds/s': faster(player, reference, seed, scene)}
-                for seed, scene in drawn.items()
+                player.play(seed, drawn[seed]) | {'rounds/s': faster(player, reference, seed, drawn[seed])}
+                for seed in seeds[name]
             ]
             known = {'settings': settings, 'seconds': time.perf_counter() - begun, 'runs': runs}
             results.write(path, known)

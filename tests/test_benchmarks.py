@@ -243,6 +243,22 @@ def test_digits_table_is_made_once_for_all_seeds_and_continued(bench, tmp_path, 
         digits.main([*call, 'solo', '--seeds', '0'])
 
 
+def test_digits_rows_have_their_own_seeds(bench, tmp_path, monkeypatch):
+    digits = importlib.import_module('digits')
+    monkeypatch.setitem(digits.ROWS, 'solo', digits.Row('solo', seeds=(4, 0)))
+    call = ['--rounds', '1', '--methods', 'solo', '--out']
+
+    def runs(out, *more):
+        digits.main([*call, str(tmp_path / out), *more])
+        known = json.loads((tmp_path / out / 'solo.json').read_text())
+        return known['settings']['seeds'], [run['personal'] for run in known['runs']]
+
+    seeds, own = runs('own')
+    assert seeds == [4, 0]
+    assert runs('given', '--seeds', '0') == ([0], own[1:])  # whatever seeds are drawn beside it
+    assert len(digits.ROWS['moon'].seeds) == 15
+
+
 def test_digits_seeds_share_one_compiled_round(bench):
     digits = importlib.import_module('digits')
     images = digits.data.load_dataset('digits')

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import heads, losses
+from fedjax_nc import checks, heads, losses
 from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import Algorithm, Array, Info, Model, Shard, Tree, Variables
-from fedjax_nc.local import ClientOptimizer, Plan, featurize, joined, sgd
+from fedjax_nc.local import ClientOptimizer, Plan, checked, featurize, joined, sgd
 from fedjax_nc.objective import objective, on_features
 
 
@@ -48,10 +48,11 @@ def algorithm(
       **kwargs: as for `base`.
 
     Raises:
-      ValueError: for another `absent`; on `init`, if `dim` is below C-1.
+      ValueError: for another `absent`, or a negative `gamma`; on `init`, if `dim` is below C-1.
     """
     if absent not in ('floor', 'mask'):
         raise ValueError(f"absent must be 'floor' or 'mask', not {absent!r}")
+    checks.number('gamma', gamma)
     balanced = functools.partial(losses.balanced_softmax, gamma=gamma, absent=absent)
     return base(objective(model, heads.etf(dim, scale=scale), balanced), client_opt, **kwargs)
 
@@ -70,7 +71,12 @@ def adapt_features(
       client_opt: optimizer of the federated training; its momentum starts anew.
       plan: batch size and epochs.
       released: as the authors' released code does it: the projection is tuned too, with the balanced loss.
+
+    Raises:
+      ValueError: for a model, optimizer or plan that is none.
     """
+    checks.optimizer('client_opt', client_opt)
+    checked('plan', plan)
     task = objective(model, heads.etf(), losses.balanced_softmax if released else losses.cross_entropy)
 
     def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
@@ -108,10 +114,12 @@ def alternate(
       tune_scale: whether the temperature moves with either, as in the paper; the released code holds it.
 
     Raises:
-      ValueError: if there is no cycle.
+      ValueError: if there is no cycle, or for a plan or an optimizer that is none.
     """
-    if cycles < 1:
-        raise ValueError(f'cycles must be at least 1, not {cycles}: use adapt_features alone for the first stage')
+    checks.whole('cycles', cycles, advice='use adapt_features alone for the first stage')
+    checked('turn', turn)
+    checks.optimizer('frame_opt', frame_opt)
+    checks.optimizer('proj_opt', proj_opt)
     task = objective(model, heads.etf(), losses.cross_entropy)
 
     def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
@@ -147,9 +155,12 @@ def personalize(
     released: bool = False,
     **kwargs: Any,
 ) -> Algorithm:
-    """Both stages of personalisation in one round: `adapt_features`, then `alternate(**kwargs)`."""
+    """Both stages of personalisation in one round: `adapt_features`, then `alternate(**kwargs)`.
+
+    With `released`, the second stage holds the temperature unless `tune_scale=True` is given.
+    """
     first = adapt_features(model, client_opt, plan=plan, released=released)
-    second = alternate(model, **kwargs)
+    second = alternate(model, **{'tune_scale': not released, **kwargs})
 
     def client(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, tuple, Info]:
         k_first, k_second = jax.random.split(key)

@@ -81,7 +81,8 @@ def algorithm(
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
 
     Raises:
-      ValueError: for an unknown option, a number out of range, or 'selected' with 'sample', which the paper does not define.
+      ValueError: for an unknown option, a number out of range, or 'selected' with 'sample', which the paper does not
+        define.
     """
     for name, value, known in (
         ('mu_norm', mu_norm, ('present', 'selected')),

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import aggregators, frames, heads, losses, tree
+from fedjax_nc import aggregators, checks, frames, heads, losses, tree
 from fedjax_nc.algorithms import fedavg, finetune
-from fedjax_nc.base import Algorithm, Array, Batch, FederatedData, Info, Model, Shard, State, Tree, Variables
-from fedjax_nc.local import ClientOptimizer, Plan, featurize, joined
+from fedjax_nc.base import Algorithm, Array, Batch, FederatedData, Head, Info, Model, Shard, State, Tree, Variables
+from fedjax_nc.local import ClientOptimizer, Plan, checked, featurize, joined
 from fedjax_nc.objective import masked_mean, objective, on_features
 
 
@@ -46,6 +46,7 @@ def algorithm(
     *,
     frame: heads.Frame = frames.sparse_etf,
     aux_bias: bool = False,
+    frozen_bias: bool = False,
     plan: Plan = Plan(8, 5),  # noqa: B008
     base: Callable[..., Algorithm] = fedavg.algorithm,
     **kwargs: Any,
@@ -62,6 +63,7 @@ def algorithm(
       frame: the frozen head, `(key, D, C) -> [D, C]`, such as `functools.partial(frames.sparse_etf, norm=1.6)`. The
         dense ETF of the paper's ablation is `frames.simplex_etf`.
       aux_bias: whether psi and phi_k have a bias, as in the released code.
+      frozen_bias: whether W has a random bias, as frozen as it is, as in the released code; the paper has none.
       plan: batch size and local epochs.
       base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
       **kwargs: as for `base`.
@@ -73,7 +75,7 @@ def algorithm(
     if 'parts' in kwargs:
         raise ValueError('FedLoGe trains the body and both heads: it takes no `parts`')
     head = heads.etf(project=False, unit_features=False, learn_scale=False, frame=frame)
-    frozen = objective(model, head, losses.cross_entropy)
+    frozen = objective(model, biased(head) if frozen_bias else head, losses.cross_entropy)
 
     def first(key: Array, data: FederatedData) -> Variables:
         v = frozen.init(key, data)
@@ -113,6 +115,17 @@ def algorithm(
         return heads.dense(client.head, task.features(server.variables, Batch(x))[0])
 
     return inner._replace(init_client=init_client, client=client, predict=predict)
+
+
+def biased(head: Head) -> Head:
+    """The head with a bias in `fixed`, uniform in `+-1 / sqrt(D)`, that nothing ever moves."""
+
+    def init(key: Array, dim: int, classes: int) -> tuple[Tree, Tree]:
+        params, fixed = head.init(key, dim, classes)
+        k_bias = jax.random.fold_in(key, 2)  # the head has taken what folding in 0 and 1 gives
+        return params, {**fixed, 'b': jax.random.uniform(k_bias, (classes,), jnp.float32, -(dim**-0.5), dim**-0.5)}
+
+    return Head(init, lambda params, fixed, z: head.logits(params, fixed, z) + fixed['b'])
 
 
 def global_realign(aux: Tree, scale: Array | float = 1.0, keep_bias: bool = False) -> Tree:
@@ -168,8 +181,10 @@ def realign(
         raise ValueError(f"mode must be 'paper' or 'released', not {mode!r}")
     if unseen not in ('train', 'generic'):
         raise ValueError(f"unseen must be 'train' or 'generic', not {unseen!r}")
-    if finetune_epochs < 0:
-        raise ValueError(f'finetune_epochs must not be negative: {finetune_epochs}')
+    checks.whole('finetune_epochs', finetune_epochs, least=0)
+    checks.number('scale', scale, open_low=True)
+    checks.optimizer('client_opt', client_opt)
+    checked('plan', plan)
     task = objective(model, heads.linear(), losses.cross_entropy)
 
     def fit(key: Array, head: Tree, opt: Any, own: Shard, epochs: int) -> tuple[Tree, Info]:

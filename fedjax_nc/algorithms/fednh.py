@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import aggregators, classwise, frames, heads, losses
+from fedjax_nc import aggregators, checks, classwise, frames, heads, losses
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Model, Shard, Tree
@@ -48,7 +48,12 @@ def algorithm(
     base: Callable[..., Algorithm] = fedavg.algorithm,
     **kwargs: Any,
 ) -> Algorithm:
-    """Federated training against prototypes that the server moves. The defaults are those of the released code.
+    """Federated training against prototypes that the server moves.
+
+    The defaults are those of the released code but for `init` and `augment`, which are the paper's. The released code
+    starts with orthogonal prototypes, `init=functools.partial(frames.uniform, method='orthogonal')`, takes class means
+    of augmented images, `augment=True`, and has `scale=20.0` for ResNet-18. The paper has a fixed scale, such as
+    `scale=30.0, learn_scale=False`, and `unit_means=False`.
 
     A client's state is that of `base`; personal models are the latest local ones: `latest.keep(algorithm)`.
 
@@ -58,14 +63,14 @@ def algorithm(
       rho: inertia of the prototypes; 1 is FedUH.
       scale: first value of the logit scale.
       learn_scale: whether the scale is learned and averaged.
-      init: how prototypes are spread at first, as for `feduh.algorithm`.
+      init: how prototypes are spread at first, `(key, D, C) -> [D, C]`; as far as they can be, in the paper.
       weigh: what a client's class mean counts: 'counts', its number of examples; 'holders', the same for all who hold
         the class; 'agreement', `exp(<W_c, u_kc>)`, the adaptive weights of the released code.
       unit_means: whether class means are normalised before and after they are averaged, as the released code does; the
         paper's equations normalise only the moved prototype, so that steps are shorter.
       unit_features: whether means are of normalised features. FedETF's comparison took raw ones, with 'holders'.
       confident: whether examples count by the local model's probability of their true class.
-      augment: whether the class means are of augmented images, as in the released code, in training mode.
+      augment: whether the class means are of augmented images, in training mode.
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
@@ -75,8 +80,7 @@ def algorithm(
     """
     if weigh not in ('counts', 'holders', 'agreement'):
         raise ValueError(f"weigh must be 'counts', 'holders' or 'agreement', not {weigh!r}")
-    if isinstance(rho, int | float) and not 0 <= rho <= 1:
-        raise ValueError(f'rho must lie in [0, 1], not {rho}')
+    checks.number('rho', rho, high=1)
     task = objective(model, heads.prototypes(scale, learn_scale, init), losses.cross_entropy)
     inner = base(task, client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})
 

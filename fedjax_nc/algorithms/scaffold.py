@@ -7,7 +7,7 @@ Client k remembers the mean gradient `c_k` of its own data, the server that of a
 follows `g(y) - c_k + c` instead of the gradient `g(y)`, so that clients do not drift apart. Afterwards, with `tau` the
 number of local steps,
 
-    c_k+ = g_k(theta)                                    option I, one more pass over the data, batch by batch
+    c_k+ = g_k(theta)                                    option I, one more pass over the data
     c_k+ = c_k - c + (theta - theta_k) / (tau eta)       option II
     c <- c + 1/N sum_S (c_k+ - c_k)
 
@@ -16,6 +16,7 @@ Unlike the difference of models it stays right with momentum, weight decay and s
 difference overrates the gradient up to tenfold, and training diverges.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,9 +34,18 @@ class Control(NamedTuple):
     total: Array  # [] float32, clients that hold examples, or examples, in the population
 
 
+class Met(NamedTuple):
+    total: Tree  # gradients times their weights
+    weight: Array  # [] float32, the sum of these
+
+
 class Message(NamedTuple):
     base: fedavg.Message
     control: Tree  # change of the client's variate
+
+
+Weigh = Callable[[Array], Array | float]
+"""From the weight met so far to that of the next gradient."""
 
 
 def algorithm(
@@ -56,8 +66,8 @@ def algorithm(
     Args:
       objective: model, head and loss.
       client_opt: from the round's number to a client's optimizer; the paper's is `local.sgd(lr, 0.0, 0.0)`.
-      option: which variate a client keeps: 'I', the mean gradient over one pass at the received model, or 'II', over
-        the local steps.
+      option: which variate a client keeps: 'I', the mean over its examples of the gradient at the received model, or
+        'II', the mean over the local steps of the gradients met there.
       clip: norm to which a gradient is scaled down before it is corrected and counted; the clip of `local.sgd` acts on
         the corrected one.
       aggregate: how deltas and changes of variates are joined: with `aggregators.uniform` clients count alike, as in
@@ -87,20 +97,30 @@ def algorithm(
         return server._replace(extra=Control(c, jnp.maximum(total.astype(jnp.float32), 1.0)))
 
     def work(
-        key: Array, server: fedavg.Server, shard: Shard, correction: Tree, opt: ClientOptimizer, plan: Plan
+        key: Array,
+        server: fedavg.Server,
+        shard: Shard,
+        correction: Tree,
+        opt: ClientOptimizer,
+        plan: Plan,
+        weigh: Weigh,
     ) -> tuple[Tree, fedavg.Message, Info]:
         """Local work under a correction, after the mean of the gradients that it met."""
-        corrected = training(lambda round: optax.chain(clipped, correcting(correction), opt(round)), plan)
+        corrected = training(lambda round: optax.chain(clipped, correcting(correction, weigh), opt(round)), plan)
         (_, met, _), message, info = corrected.client(key, server, corrected.init_client(key, server), shard)
-        return tree.scale(met, 1.0 / jnp.maximum(info.steps, 1)), message, info
+        return tree.scale(met.total, 1.0 / jnp.maximum(met.weight, 1.0)), message, info
 
     def client(key: Array, server: fedavg.Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
         c = server.extra.c
-        new, message, info = work(key, server, shard, tree.sub(c, client), client_opt, plan)
+        new, message, info = work(key, server, shard, tree.sub(c, client), client_opt, plan, lambda met: 1.0)
         if option == 'I':
+            b = min(plan.batch_size, shard.index.shape[0])
             k_pass = jax.random.fold_in(key, plan.epochs + 1)  # beyond training's, and those of methods around it
             once, still = plan._replace(epochs=1), lambda round: optax.set_to_zero()
-            new, _, first = work(k_pass, server, shard, tree.zeros(c), still, once)
+            # The last batch of a pass may be short.
+            new, _, first = work(
+                k_pass, server, shard, tree.zeros(c), still, once, lambda met: jnp.minimum(b, shard.size - met)
+            )
             info = joined(first, info)._replace(steps=info.steps)
         new = tree.where(shard.size > 0, new, client)
         return new, Message(message, tree.sub(new, client)), info
@@ -120,10 +140,11 @@ def algorithm(
     )
 
 
-def correcting(correction: Tree) -> optax.GradientTransformation:
-    """Adds `correction` to every gradient; its state is the sum of the gradients that came in."""
+def correcting(correction: Tree, weigh: Weigh) -> optax.GradientTransformation:
+    """Adds `correction` to every gradient; its state adds up the gradients that came in."""
 
-    def update(gradient: Tree, met: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
-        return tree.add(gradient, correction), tree.add(met, gradient)
+    def update(gradient: Tree, met: Met, params: Tree | None = None) -> tuple[Tree, Met]:
+        w = weigh(met.weight)
+        return tree.add(gradient, correction), Met(tree.add(met.total, gradient, w), met.weight + w)
 
-    return optax.GradientTransformation(tree.zeros, update)
+    return optax.GradientTransformation(lambda params: Met(tree.zeros(params), jnp.float32(0)), update)

@@ -127,15 +127,25 @@ def test_alternate(data, trained, tune_scale):
     np.testing.assert_array_equal(report.info.examples[:8], 2 * 2 * 3 * np.asarray(data.size)[order])
 
 
-def test_personalize_is_one_stage_after_the_other(data, trained):
+@pytest.mark.parametrize(
+    ('options', 'first', 'scale'),
+    [
+        ({}, ('u', 'beta'), ('beta',)),
+        ({'released': True}, ('u', 'w', 'b', 'beta'), ()),  # the temperature stands still in the second stage
+        ({'released': True, 'tune_scale': True}, ('u', 'w', 'b', 'beta'), ('beta',)),
+        ({'tune_scale': False}, ('u', 'beta'), ()),
+    ],
+)
+def test_personalize_is_one_stage_after_the_other(data, trained, options, first, scale):
     plan = local.Plan(1000, 2)
-    stage = fedetf.personalize(toys.scaling, opt, plan=plan, cycles=1, turn=PLAN)
+    stage = fedetf.personalize(toys.scaling, opt, plan=plan, cycles=1, turn=PLAN, **options)
     both, _, after = tuned_by(stage, data, trained)
     start = flat(trained.variables)
     for k in (0, 4):
-        want = descend(start, ('u', 'beta'), *toys.examples(data, k), 0.0, epochs=2)
-        want = descend(want, ('v', 'beta'), *toys.examples(data, k), 0.0, lr=0.1, momentum=0.0, decay=0.0)
-        want = descend(want, ('w', 'b', 'beta'), *toys.examples(data, k), 0.0, lr=0.05, decay=5e-4)
+        shift = prior(data, k, 1.0, 'floor') if 'released' in options else 0.0
+        want = descend(start, first, *toys.examples(data, k), shift, epochs=2)
+        want = descend(want, ('v', *scale), *toys.examples(data, k), 0.0, lr=0.1, momentum=0.0, decay=0.0)
+        want = descend(want, ('w', 'b', *scale), *toys.examples(data, k), 0.0, lr=0.05, decay=5e-4)
         close(both[k], want, atol=2e-5)
     mine = evaluate.over_clients(evaluate.per_client(stage, after, data))
     shared = evaluate.over_clients(evaluate.per_client(stage, after, data, personal=False))

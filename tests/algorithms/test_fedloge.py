@@ -48,10 +48,10 @@ def descend(gradient, p, epochs=EPOCHS):
     return p
 
 
-def local_work(p, w, x, y):
+def local_work(p, w, x, y, b=0.0):
     def gradient(p):
         h = x * p['u']
-        return {'u': (x * (error(h @ w, y) @ w.T)).sum(0), 'psi': head_gradient(p['psi'], h, y),
+        return {'u': (x * (error(h @ w + b, y) @ w.T)).sum(0), 'psi': head_gradient(p['psi'], h, y),
                 'phi': head_gradient(p['phi'], h, y)}  # fmt: skip
 
     return descend(gradient, p)
@@ -66,8 +66,8 @@ def of(tree, k):
 
 
 @functools.cache
-def training_round(bias=False):
-    algorithm = fedloge.algorithm(toys.scaling, opt, frame=frame, aux_bias=bias, plan=PLAN)
+def training_round(bias=False, frozen_bias=False):
+    algorithm = fedloge.algorithm(toys.scaling, opt, frame=frame, aux_bias=bias, frozen_bias=frozen_bias, plan=PLAN)
     return algorithm, jax.jit(simulate.make_round(algorithm, chunk=2))
 
 
@@ -91,17 +91,18 @@ def trained(start, data):
     return state
 
 
-@pytest.mark.parametrize('bias', [False, True])
-def test_one_round(data, bias):
-    algorithm, run = training_round(bias)
+@pytest.mark.parametrize(('bias', 'frozen_bias'), [(False, False), (True, False), (True, True)])
+def test_one_round(data, bias, frozen_bias):
+    algorithm, run = training_round(bias, frozen_bias)
     before = simulate.init(algorithm, toys.KEY, data)
     after, _ = run(toys.KEY, before, data, jnp.asarray(SEEN))
     v = before.server.variables
-    ends = []
+    ends, shift = [], np.asarray(v.fixed.get('b', 0.0), np.float64)
+    assert ('b' in v.fixed) == frozen_bias
     for k in SEEN:
         p = {'u': v.params['body']['u'], 'psi': v.params['aux'], 'phi': of(before.clients.head, k)}
         assert ('b' in p['psi'], 'b' in p['phi']) == (bias, bias)
-        ends.append(local_work(wide(p), np.asarray(v.fixed['v'], np.float64), *toys.examples(data, k)))
+        ends.append(local_work(wide(p), np.asarray(v.fixed['v'], np.float64), *toys.examples(data, k), shift))
         toys.same(of(after.clients.head, k), ends[-1]['phi'], atol=5e-6)
     weights = np.asarray(data.size, np.float64)[SEEN]
     want = jax.tree.map(lambda *u: np.average(np.stack(u), axis=0, weights=weights), *ends)
@@ -111,6 +112,21 @@ def test_one_round(data, bias):
     toys.same(got.fixed, v.fixed)
     assert after.clients.seen.tolist() == [k in SEEN for k in range(8)]
     toys.same(of(after.clients.head, np.array(UNSEEN)), of(before.clients.head, np.array(UNSEEN)))  # bit for bit
+
+
+def test_a_frozen_bias_is_drawn_once_and_predicts(data):
+    algorithm, _ = training_round(True, True)
+    servers = [algorithm.init(jax.random.key(k), data) for k in range(40)]
+    drawn = np.stack([server.variables.fixed['b'] for server in servers])
+    bound = toys.DIM**-0.5
+    assert 0.9 * bound < np.abs(drawn).max() <= bound
+    np.testing.assert_allclose(drawn.std(), bound / np.sqrt(3), rtol=0.1)
+    plain = training_round(True)[0].init(jax.random.key(3), data).variables
+    v = servers[3].variables
+    toys.same((v.params, v.fixed['v']), (plain.params, plain.fixed['v']))  # nothing else is drawn otherwise
+    h = np.asarray(data.x) * np.asarray(v.params['body']['u'])
+    want = h @ np.asarray(v.fixed['v']) + drawn[3]
+    np.testing.assert_allclose(algorithm.predict(servers[3], None, data.x), want, atol=1e-4)
 
 
 def test_heads_start_apart_in_the_published_range(start):

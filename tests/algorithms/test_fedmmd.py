@@ -7,7 +7,7 @@ import pytest
 import softmax_by_hand as by_hand
 import toys
 
-from fedjax_nc import local, simulate
+from fedjax_nc import footprint, local, simulate
 from fedjax_nc.algorithms import fedavg, fedmmd, moon
 
 LAM = 2.0
@@ -34,11 +34,58 @@ def test_discrepancy_is_the_double_loop_over_real_rows():
     a, b = rng.normal(size=(6, 3)), rng.normal(size=(6, 3)) * 1.5 + 0.5
     mask = np.array([True, True, False, True, True, False])
     want = mmd(a[mask], b[mask])
-    junk = [np.where(mask[:, None], u, 1e3) for u in (a, b)]
-    for one, two in ((a, b), junk):
-        got = fedmmd.mmd(jnp.asarray(one, jnp.float32), jnp.asarray(two, jnp.float32), jnp.asarray(mask))
+    for junk in (0.0, 1e3, 1e30, np.inf, np.nan):
+        one, two = (jnp.asarray(np.where(mask[:, None], u, junk), jnp.float32) for u in (a, b))
+        got, slope = jax.value_and_grad(fedmmd.mmd)(one, two, jnp.asarray(mask))
         np.testing.assert_allclose(got, want, rtol=1e-5)
+        np.testing.assert_allclose(slope[mask], slopes(a[mask], b[mask]), atol=1e-6)
+        np.testing.assert_array_equal(slope[~mask], 0.0)
     assert want > 0.1
+
+
+@pytest.mark.parametrize('rows', [2, 16])
+def test_the_gradient_near_the_received_model_keeps_its_digits(rows):
+    rng = np.random.default_rng(3)
+    received = np.float32(3 + rng.normal(size=(rows, 64)))
+    z = np.float32(received + 1e-3 * rng.normal(size=received.shape))
+    want = slopes(np.float64(z), np.float64(received))
+    got = jax.jit(jax.grad(fedmmd.mmd))(z, received, jnp.ones(rows, bool))
+    assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
+
+
+def test_features_that_are_the_same_for_all_examples_are_not_pulled_without_bound():
+    """The bandwidth would be that of the gap: the nearer, the stronger."""
+    received, mask = np.zeros((8, 4)), jnp.ones(8, bool)
+    received[:, 0] = 2.0
+    for gap in (1.0, 0.1, 1e-2, 1e-3, 1e-4):
+        z = received + gap * np.eye(4)[1]
+        floor = 1e-4 * np.mean([(u**2).sum() for u in (*z, *received)])
+        want = slopes(z, received, max(width(z, received), floor))
+        got = jax.grad(fedmmd.mmd)(jnp.asarray(z, jnp.float32), jnp.asarray(received, jnp.float32), mask)
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+        assert np.abs(want.sum(0)).max() < 500
+    assert np.abs(want.sum(0)).max() < 10  # it fades in the end
+
+
+@pytest.mark.parametrize('lanes', [1, 3])
+def test_no_buffer_holds_a_difference_of_every_pair(lanes):
+    shape = (lanes, 128, 512)
+    slope = jax.vmap(jax.grad(lambda a, b, mask: fedmmd.mmd(a, jax.lax.stop_gradient(b), mask)))
+    args = [jax.ShapeDtypeStruct(s, t) for s, t in ((shape, jnp.float32), (shape, jnp.float32), (shape[:2], bool))]
+    all_pairs = 4 * lanes * 256 * 256 * 512
+    assert jax.jit(slope).lower(*args).compile().memory_analysis().temp_size_in_bytes < all_pairs / 16
+    assert footprint.peak(jax.make_jaxpr(slope)(*args).jaxpr, 3) < all_pairs / 16
+
+
+def test_lanes_have_their_own_discrepancy():
+    rng = np.random.default_rng(4)
+    a, b = rng.normal(size=(2, 3, 5, 4)).astype(np.float32)
+    mask = np.arange(5) < np.array([[5], [3], [2]])
+    values, found = jax.vmap(jax.value_and_grad(fedmmd.mmd))(a, b, mask)
+    for k, n in enumerate((5, 3, 2)):
+        z, received = np.float64(a[k, :n]), np.float64(b[k, :n])
+        np.testing.assert_allclose(values[k], mmd(z, received), rtol=1e-5)
+        np.testing.assert_allclose(found[k, :n], slopes(z, received), atol=1e-6)
 
 
 def test_rows_that_coincide_have_no_discrepancy_and_a_finite_gradient():
@@ -53,9 +100,9 @@ def test_rows_that_coincide_have_no_discrepancy_and_a_finite_gradient():
     np.testing.assert_array_equal(g, 0.0)
 
 
-def slopes(z, ref):
-    """Gradient of the discrepancy by the rows of z; the bandwidth stands still."""
-    s, n = width(z, ref), len(z)
+def slopes(z, ref, s=None):
+    """Gradient of the discrepancy by the rows of z; the bandwidth s stands still."""
+    s, n = width(z, ref) if s is None else s, len(z)
     out = np.zeros_like(z)
     for i in range(5):
         t = s * 2.0 ** (i - 2)
@@ -121,6 +168,7 @@ def test_without_weight_it_is_fedavg_and_the_models_see_the_same_pixels(data):
     np.testing.assert_allclose(on[1].loss, off[1].loss, atol=1e-5)
 
 
-def test_a_negative_weight_is_refused():
+@pytest.mark.parametrize('lam', [-0.1, np.float32(-0.1), jnp.float32(-0.1), float('nan')])
+def test_a_negative_weight_is_refused(lam):
     with pytest.raises(ValueError, match='lam'):
-        fedmmd.algorithm(by_hand.task, by_hand.opt, lam=-0.1)
+        fedmmd.algorithm(by_hand.task, by_hand.opt, lam=lam)

@@ -191,7 +191,9 @@ def test_an_orthogonal_start_is_the_released_code(data):
     np.testing.assert_allclose(w @ w.T, np.eye(toys.CLASSES), atol=1e-5)
 
 
-@pytest.mark.parametrize(('options', 'match'), [({'weigh': 'size'}, 'holders'), ({'rho': 1.5}, 'rho')])
+@pytest.mark.parametrize(
+    ('options', 'match'), [({'weigh': 'size'}, 'holders'), ({'rho': 1.5}, 'rho'), ({'rho': np.float32(-0.1)}, 'rho')]
+)
 def test_unknown_options_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
         fednh.algorithm(toys.tiny, toys.opt, **options)

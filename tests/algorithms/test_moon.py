@@ -57,6 +57,66 @@ def test_two_rounds_of_partial_cohorts(data):
     assert states[-1].clients.previous.fixed == ()
 
 
+def arrays(v):
+    """Weights and biases of body, both layers of the projection, and head."""
+    body = v.params['body']
+    four = (body['model'], body['first'], body['second'], v.params['head'])
+    return [np.asarray(layer[name], np.float64) for layer in four for name in ('w', 'b')]
+
+
+def activations(net, x):
+    """What each of the four layers sees, the third being linear, and the logits."""
+    seen = [x]
+    for i in range(4):
+        out = seen[-1] @ net[2 * i] + net[2 * i + 1]
+        seen.append(np.maximum(out, 0) if i < 2 else out)
+    return seen
+
+
+def gradient(net, received, previous, x, y):
+    seen, found = activations(net, x), []
+    d = by_hand.errors(seen[4], y)
+    for i in (3, 2, 1, 0):
+        found = [seen[i].T @ d, d.sum(0), *found]
+        d = d @ net[2 * i].T
+        if i == 3:
+            d += MU * slopes(seen[3], *(activations(other, x)[3] for other in (received, previous)))
+        else:
+            d *= seen[i] > 0
+    return found
+
+
+def in_small_batches(key, server, previous, data, k):
+    """A client's local work, in the order that its key makes."""
+    net, momentum = server, [0.0] * 8
+    for e in range(toys.PLAN.epochs):
+        k_order = jax.random.split(jax.random.fold_in(key, e))[0]
+        order = np.asarray(local.shuffled(k_order, data.shard(k), 16))[: int(data.size[k])]
+        for rows in np.split(order, range(16, len(order), 16)):
+            x, y = np.asarray(data.x, np.float64)[rows], np.asarray(data.y)[rows]
+            slope = gradient(net, server, previous, x, y)
+            momentum = [0.9 * m + g + 0.01 * p for m, g, p in zip(momentum, slope, net, strict=True)]
+            net = [p - 0.05 * m for p, m in zip(net, momentum, strict=True)]
+    return net
+
+
+def test_projections_in_small_batches(data):
+    task = objective(moon.projected(toys.tiny, 8), heads.linear(), losses.cross_entropy)
+    algorithm = moon.algorithm(task, local.sgd(0.05, 0.9, 0.01), mu=MU, temperature=T, plan=toys.PLAN)
+    states = by_hand.two_rounds(algorithm, data)
+    server = arrays(states[0].server.variables)
+    previous = [server] * data.num_clients
+    for t, ids in enumerate(by_hand.COHORTS):
+        key = jax.random.split(jax.random.fold_in(toys.KEY, t), 3)[1]
+        ends = {k: in_small_batches(jax.random.fold_in(key, k), server, previous[k], data, k) for k in ids}
+        weights = np.asarray(data.size, np.float64)[ids]
+        server = [np.average(u, axis=0, weights=weights) for u in zip(*ends.values(), strict=True)]
+        previous = [ends.get(k, old) for k, old in enumerate(previous)]
+        toys.same(arrays(states[t + 1].server.variables), server, atol=2e-5)
+        for k, want in enumerate(previous):
+            toys.same(arrays(by_hand.row(states[t + 1].clients.previous, k)), want, atol=2e-5)
+
+
 def jitter(x, key):
     return x if key is None else x + jax.random.normal(key, x.shape)
 
@@ -119,7 +179,7 @@ def test_projected_puts_two_layers_behind_the_features(data):
     assert one['w'].shape == (16, 16)
     np.testing.assert_allclose(z, np.maximum(h @ one['w'] + one['b'], 0) @ two['w'] + two['b'], atol=1e-5)
     assert after == stats == ()
-    with pytest.raises(ValueError, match='at least one'):
+    with pytest.raises(ValueError, match='at least 1'):
         moon.projected(toys.tiny, 0)
 
 

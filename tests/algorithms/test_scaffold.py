@@ -189,6 +189,19 @@ def test_the_pass_of_option_one_is_work_but_takes_no_step(copies):
     np.testing.assert_array_equal(info.examples, 3 * np.array([149, 100, 60, 1]))
 
 
+def test_option_one_is_the_mean_over_all_examples(data):
+    """Also where the last batch of the pass is short: its examples count as much as any."""
+    plan = local.Plan(batch_size=16, epochs=1)
+    assert (np.asarray(data.size) % plan.batch_size > 0).sum() >= 5
+    algorithm = scaffold.algorithm(task, opt, plan=plan, option='I')
+    cohorts = [[0, 2, 5, 7], [1, 3, 4]]
+    states = play(algorithm, data, cohorts)
+    for before, after, ids in zip(states, states[1:], cohorts, strict=False):
+        theta = flat(before.server.variables.params)
+        for k in ids:
+            close(flat_of(after.clients, k), gradient(theta, *examples(data, k)), 5e-6)
+
+
 def test_for_plain_sgd_the_mean_gradient_is_what_the_paper_reads_off_the_models(data):
     lr = 0.05
     algorithm = scaffold.algorithm(toys.noisy_task, local.sgd(lr, 0.0, 0.0), plan=toys.PLAN)
