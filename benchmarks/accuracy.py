@@ -8,7 +8,7 @@ interrupted is continued, so that the same command can be given until the table 
 """
 
 import argparse
-import json
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,9 +93,11 @@ def finished(out: Path, arguments: list[str]) -> dict[str, Any]:
     """
     argv, path = [*arguments, '--out', str(out), '--resume'], out / 'summary.json'
     if path.exists():
-        config, summary = cifar.settle(cifar.arguments(argv)), json.loads(path.read_text())
-        if summary['rounds'] == config['rounds'] and summary['personal_accuracy'] is not None:
-            return summary
+        config = cifar.settle(cifar.arguments(argv))
+        with contextlib.suppress(ValueError, KeyError):  # a damaged summary is made anew
+            summary = cifar.known(path)
+            if summary['rounds'] == config['rounds'] and summary['personal_accuracy'] is not None:
+                return summary
     return cifar.main(argv)
 
 
