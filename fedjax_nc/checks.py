@@ -59,7 +59,10 @@ def number(
         raise ValueError(f'{name} must be one number, not {shown(value)}{said}')
     if not (np.issubdtype(np.asarray(value).dtype, np.number) or isinstance(value, bool | np.bool_)):
         raise ValueError(f'{name} must be one number, not {shown(value)}{said}')
-    x = float(value)
+    try:
+        x = float(value)
+    except OverflowError:  # a whole number beyond all floats
+        x = math.inf
     inside = (x > low if open_low else x >= low) and (x < high if open_high else x <= high)
     if inside and not (finite and math.isinf(x)):
         return
@@ -133,8 +136,8 @@ def finite(name: str, x: Array | NDArray[Any]) -> None:
     if traced(x) or not jnp.issubdtype(x.dtype, jnp.inexact) or bool(jnp.all(jnp.isfinite(x))):
         return
     bad = np.flatnonzero(~np.asarray(jnp.all(jnp.isfinite(x.reshape(len(x), -1)), axis=1)))
-    more = f' and {len(bad) - 1} more' if len(bad) > 1 else ''
-    raise ValueError(f'{name} must be finite: row {bad[0]}{more} hold NaN or infinity')
+    rows = f'row {bad[0]} holds' if len(bad) == 1 else f'row {bad[0]} and {len(bad) - 1} more hold'
+    raise ValueError(f'{name} must be finite: {rows} NaN or infinity')
 
 
 def shown(value: Any) -> str:

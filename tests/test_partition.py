@@ -151,6 +151,55 @@ def test_shards_of_unequal_classes():
     assert set(classes(parts, labels)) == {2}
 
 
+def one_class_at_a_time(rng, labels):
+    """How rows were found by class at first; all draws hang on it."""
+    for c in range(int(labels.max()) + 1):
+        yield rng.permutation(np.flatnonzero(labels == c))
+
+
+@pytest.mark.parametrize('kind', [np.uint8, np.int32, np.uint64, list])
+def test_rows_by_class_are_found_at_once_with_the_same_draws(monkeypatch, kind):
+    rng = np.random.default_rng(5)
+    for trial in range(5):
+        gaps = rng.permutation(12)[: rng.integers(2, 13)]  # some classes have no example
+        sparse, dense = rng.choice(gaps, 400), rng.permutation(np.arange(400) % 6)
+
+        def draw(sparse, dense, seed=trial):
+            yield from (f(sparse, 7, 0.6, seed=seed) for f in DIRICHLET)
+            yield from (f(sparse, 9, 0.01, seed=seed, min_size=0) for f in (*DIRICHLET[:2], DIRICHLET[3]))
+            yield partition.shards(dense, 8, 3, seed=seed)
+            yield [partition.long_tail(dense, 10.0, seed=seed)]
+
+        new = list(draw(*(labels.tolist() if kind is list else labels.astype(kind) for labels in (sparse, dense))))
+        with monkeypatch.context() as patch:
+            patch.setattr(partition, '_shuffled_classes', one_class_at_a_time)
+            old = list(draw(sparse, dense))
+        for one, other in zip(new, old, strict=True):
+            for a, b in zip(one, other, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize('alpha', [1e9, 1e300, 1e308, np.finfo(float).max])
+def test_huge_alpha_gives_equal_shares(alpha):
+    for function in DIRICHLET:
+        parts = function(BALANCED, 20, alpha, seed=0)
+        if function is partition.dirichlet_draws:
+            assert abs(sizes(parts) - 2500).max() < 300
+        else:
+            assert abs(sizes(parts) - 2500).max() <= 20  # one example of each class, rounded
+    assert partition._proportions(np.random.default_rng(0), alpha, 10**6).max() < 2e-6
+
+
+@pytest.mark.parametrize('alpha', [1e-6, 1e-300, 5e-324])
+def test_minute_alpha_gives_a_class_to_one_client(alpha):
+    for function in (DIRICHLET[0], DIRICHLET[1], DIRICHLET[3]):
+        held = [
+            np.unique(BALANCED[rows], return_counts=True) for rows in function(BALANCED, 20, alpha, seed=0, min_size=0)
+        ]
+        assert sum(len(labels) for labels, _ in held) == 10
+        assert {int(count) for _, counts in held for count in counts} == {5000}
+
+
 def test_iid_and_natural():
     parts = partition.iid(BALANCED, 7, seed=0)
     assert_covers(parts, 50_000)
@@ -190,18 +239,19 @@ def test_long_tail_of_unequal_classes_keeps_what_there_is():
     ('call', 'message'),
     [
         (lambda: partition.dirichlet(BALANCED, 10, 0.0, seed=0), '`alpha` must be positive'),
-        (lambda: partition.dirichlet(BALANCED, 10, float('nan'), seed=0), '`alpha` must be positive'),
+        (lambda: partition.dirichlet(BALANCED, 10, float('nan'), seed=0), '`alpha` must be finite'),
         (lambda: partition.dirichlet_capped(BALANCED, 0, 0.1, seed=0), '`clients` must be at least 1'),
         (lambda: partition.dirichlet_draws(BALANCED[:50], 6, 0.1, seed=0), '6 clients cannot have 10'),
         (lambda: partition.dirichlet_multiclass(BALANCED, 10**4, 0.1, seed=0), 'Lower `clients` or `min_size`'),
-        (lambda: partition.dirichlet([-1, 0], 1, 0.1, seed=0, min_size=0), 'must not be negative'),
+        (lambda: partition.dirichlet([-1, 0], 1, 0.1, seed=0, min_size=0), 'number the classes from 0'),
         (lambda: partition.dirichlet([0.0, 1.0], 1, 0.1, seed=0, min_size=0), 'vector of integers'),
         (lambda: partition.dirichlet([[0, 1]], 1, 0.1, seed=0, min_size=0), 'vector of integers'),
         (lambda: partition.iid([], 1, seed=0), 'non-empty'),
         (lambda: partition.iid([0, 1], 3, seed=0), '3 clients cannot have 1'),
         (lambda: partition.natural([]), 'empty'),
         (lambda: partition.shards(BALANCED, 100, 3, seed=0), 'do not divide'),
-        (lambda: partition.shards(BALANCED, 100, 0, seed=0), 'do not divide'),
+        (lambda: partition.shards(BALANCED, 100, 0, seed=0), 'at least 1'),
+        (lambda: partition.shards([0, 2, 2], 2, 1, seed=0), 'class 1 has no example'),
         (lambda: partition.shards(BALANCED, 4, 2, seed=0), 'cannot hold 10 classes'),
         (lambda: partition.shards(np.arange(10).repeat(12), 100, 2, seed=0), 'lower `clients`'),
         (lambda: partition.long_tail(BALANCED, 0.5, seed=0), 'at least 1'),

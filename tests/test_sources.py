@@ -1,12 +1,20 @@
 """Data sets by name: every way to CIFAR, on tiny archives in the official format, without a network."""
 
 import functools
+import gzip
 import http.server
 import io
+import json
+import pickle
+import re
+import struct
 import subprocess
 import sys
 import tarfile
 import threading
+import time
+import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -77,22 +85,30 @@ def test_prepared_copy_reads_as_the_official_one(small, tmp_path):
     assert {'id', 'image', 'label', 'coarse_label'} == set(examples[0])
 
 
-def test_shuffled_prepared_copy_comes_back_in_order(small, tmp_path):
-    """TFDS shuffles when it prepares CIFAR by itself."""
-    import tensorflow_datasets as tfds
+def rewrite(file, change):
+    """Writes the records of an array_record file anew."""
+    from array_record.python import array_record_module
 
+    reader = array_record_module.ArrayRecordReader(str(file))
+    records = change([reader.read([i])[0] for i in range(reader.num_records())])
+    reader.close()
+    writer = array_record_module.ArrayRecordWriter(str(file), 'group_size:1')
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def test_shuffled_prepared_copy_comes_back_in_order(small, tmp_path):
+    """TFDS shuffles when it prepares CIFAR by itself, and may write several files."""
     arrays = write_archive(tmp_path, 'cifar10')
     load_dataset('cifar10', tmp_path)
-    info = next((tmp_path / 'cifar10').glob('*/features.json')).parent
-    examples = {s: list(tfds.builder_from_directory(info).as_data_source(split=s)) for s in ('train', 'test')}
-
-    class Source:
-        def as_data_source(self):
-            return {split: values[::-1] for split, values in examples.items()}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tfds, 'builder_from_directory', lambda path: Source())
-        assert_same(sources._read_prepared(sources._CIFAR['cifar10'], info), arrays)
+    (tmp_path / 'cifar10.npz').unlink()
+    first = next(tmp_path.glob('cifar10/*/*train.array_record*'))
+    second = first.with_name(first.name.replace('00000-of', '00001-of'))
+    second.write_bytes(first.read_bytes())
+    rewrite(first, lambda records: records[:9:-1])
+    rewrite(second, lambda records: records[:10])
+    assert_same(load_dataset('cifar10', tmp_path), arrays)
 
 
 def test_download(small, tmp_path, monkeypatch):
@@ -213,6 +229,301 @@ def test_prepared_in_another_format(small, tmp_path):
     (folder / 'cifar10-train.tfrecord-00000-of-00001').write_bytes(b'')
     with pytest.raises(ValueError, match='no array_record files'):
         load_dataset('cifar10', tmp_path)
+
+
+def member(name, content=b'', **fields):
+    """A part of an archive: header and contents."""
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info, content
+
+
+def pack(path, members, opener=gzip.open):
+    with opener(path, 'wb') as file, tarfile.open(fileobj=file, mode='w') as tar:
+        for info, content in members:
+            tar.addfile(info, io.BytesIO(content))
+
+
+ZEROS = bytes(2**26)
+BATCH = bytes(5 * 3073)
+NAMES = [*(f'data_batch_{i}.bin' for i in range(1, 6)), 'test_batch.bin']
+GOOD = [member(f'c/{name}', BATCH * (2 if 'test' in name else 1)) for name in NAMES]
+HOSTILE = {
+    'symbolic link': (
+        [member('c/data_batch_1.bin', type=tarfile.SYMTYPE, linkname='/etc/passwd'), *GOOD[1:]],
+        'neither',
+    ),
+    'dangling link': ([member('c/data_batch_1.bin', type=tarfile.SYMTYPE, linkname='nowhere'), *GOOD[1:]], 'neither'),
+    'hard link': ([member('c/data_batch_1.bin', type=tarfile.LNKTYPE, linkname='c/lost'), *GOOD[1:]], 'neither'),
+    'link to itself': ([member('c/x', type=tarfile.LNKTYPE, linkname='c/x'), *GOOD], 'neither'),
+    'character device': ([*GOOD, member('c/zero', type=tarfile.CHRTYPE, devmajor=1, devminor=5)], 'neither'),
+    'block device': ([member('c/data_batch_1.bin', type=tarfile.BLKTYPE), *GOOD[1:]], 'neither'),
+    'pipe': ([member('c/data_batch_1.bin', type=tarfile.FIFOTYPE), *GOOD[1:]], 'neither'),
+    'climbing': ([member('c/../../data_batch_1.bin', BATCH), *GOOD[1:]], 'leads out'),
+    'climbing besides': ([*GOOD, member('../x')], 'leads out'),
+    'absolute': ([member('/tmp/data_batch_1.bin', BATCH), *GOOD[1:]], 'leads out'),
+    'twice': ([*GOOD, GOOD[0]], r'data_batch_1\.bin is in it twice'),
+    'twice in two folders': ([*GOOD, member('d/test_batch.bin', BATCH)], r'test_batch\.bin is in it twice'),
+    'too large': ([member('c/data_batch_1.bin', ZEROS), *GOOD[1:]], 'larger than its 15365'),
+    'one record too many': ([member('c/data_batch_1.bin', BATCH + BATCH[:3073]), *GOOD[1:]], 'larger than its 15365'),
+    'large besides': ([*GOOD, member('c/readme.html', ZEROS)], 'more than the format holds'),
+    'large first': ([member('c/readme.html', ZEROS), *GOOD], 'more than the format holds'),
+    'many besides': ([member(f'c/{i}') for i in range(10_000)], 'more than the format holds'),
+    'long name': ([member('c/' + 'x' * 2**20, BATCH), *GOOD], 'more than the format holds'),
+    'empty': ([], 'not in it'),
+    'folder': ([member('c/data_batch_1.bin', type=tarfile.DIRTYPE), *GOOD[1:]], 'not in it'),
+}
+
+
+def refused(path, remedy, call):
+    """The one line that a damaged file gives, quickly and without much memory."""
+    tracemalloc.start()
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=remedy) as info:
+        call()
+    line = str(info.value)
+    seconds, peak = time.monotonic() - start, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert line.startswith(f'{path} is damaged (')
+    assert '\n' not in line
+    assert len(line) < 500
+    assert seconds < 5
+    assert peak < 2**24
+    return line
+
+
+@pytest.mark.parametrize('kind', HOSTILE)
+def test_hostile_archives(small, tmp_path, kind):
+    members, message = HOSTILE[kind]
+    archive = tmp_path / 'cifar-10-binary.tar.gz'
+    pack(archive, members, functools.partial(gzip.open, compresslevel=1))
+    assert re.search(message, refused(archive, 'replace it by https', lambda: load_dataset('cifar10', tmp_path)))
+    assert {path.name for path in tmp_path.iterdir()} == {archive.name, 'cifar10.lock'}
+
+
+def test_archives_that_are_harmless(small, tmp_path):
+    """Folders, notes and an archive that a browser has unzipped already."""
+    archive = tmp_path / 'cifar-10-binary.tar.gz'
+    pack(archive, [member('c', type=tarfile.DIRTYPE), *GOOD, member('c/readme.html', b'see')], open)
+    assert not load_dataset('cifar10', tmp_path).x_train.any()
+
+
+def test_broken_archives(small, tmp_path):
+    archive = tmp_path / 'cifar-10-binary.tar.gz'
+    write_archive(tmp_path, 'cifar10')
+    whole = archive.read_bytes()
+    sizes = struct.pack('>Q', 2**64 - 2**40)  # a negative size, and one beyond any disk
+    header = member('c/readme.html')[0].tobuf(tarfile.GNU_FORMAT)
+    negative = header[:124] + b'\xff\xff\xff\xff' + sizes + header[136:]
+    negative = negative[:148] + b'%06o\0 ' % (sum(negative[:148]) + sum(negative[156:512]) + 256) + negative[156:]
+    for broken in (
+        whole[:-1],  # without its last byte: the checksum is incomplete
+        whole[:-8] + bytes(4) + whole[-4:],  # a wrong checksum
+        whole[:30],
+        whole[:2],
+        gzip.compress(b'no tar'),
+        gzip.compress(ZEROS, 1),
+        b'PK\x03\x04' + bytes(100),
+        gzip.compress(negative + bytes(1024)),
+        gzip.compress(bytes(range(256)) * 100),
+    ):
+        archive.write_bytes(broken)
+        refused(archive, 'replace it by https', lambda: load_dataset('cifar10', tmp_path))
+    archive.unlink()
+    archive.mkdir()
+    refused(archive, 'replace it by https', lambda: load_dataset('cifar10', tmp_path))
+
+
+def save(path, arrays, **options):
+    """Writes an .npz with any members."""
+    with zipfile.ZipFile(path, 'w', **options) as file:
+        for name, array in arrays:
+            array = array() if callable(array) else array
+            with file.open(name, 'w') as entry:
+                entry.write(array) if isinstance(array, bytes) else np.lib.format.write_array(entry, array)
+
+
+FIELDS = {
+    'x_train.npy': np.zeros((25, 32, 32, 3), np.uint8),
+    'y_train.npy': np.zeros(25, np.int32),
+    'x_test.npy': np.zeros((10, 32, 32, 3), np.uint8),
+    'y_test.npy': np.zeros(10, np.int32),
+}
+
+
+def announce(shape, dtype='|u1', version=(1, 0), content=b''):
+    """An .npy that announces an array and holds something else."""
+    header = io.BytesIO()
+    about = {'descr': dtype, 'fortran_order': False, 'shape': shape}
+    write = {1: np.lib.format.write_array_header_1_0, 2: np.lib.format.write_array_header_2_0}[version[0]]
+    write(header, about)
+    return header.getvalue() + content
+
+
+def instead(**changes):
+    return [(name, changes.get(name.removesuffix('.npy'), array)) for name, array in FIELDS.items()]
+
+
+HOSTILE_CACHES = {
+    'bomb': (instead(x_train=lambda: announce((25, 32, 32, 3), content=ZEROS)), 'takes 67108992 bytes'),
+    'large array': (instead(x_train=np.frombuffer(ZEROS, np.uint8)), r'must be uint8 of shape \(25, 32, 32, 3\)'),
+    'announced': (instead(x_train=announce((10**6, 32, 32, 3))), 'must be uint8 of shape'),
+    'announced beyond': (instead(y_train=announce((2**62,), '<i4')), 'must be int32 of shape'),
+    'short': (instead(x_train=announce((25, 32, 32, 3))), 'takes 128 bytes'),
+    'pickle': (instead(y_train=np.array([Exception] * 25)), 'must be int32'),
+    'pickle alone': (instead(y_train=pickle.dumps([1])), 'magic'),
+    'objects announced': (instead(y_train=announce((25,), '|O', content=pickle.dumps(1))), 'must be int32'),
+    'header of another version': (instead(y_train=announce((25,), '<i4', (2, 0), bytes(100))), 'of version'),
+    'long header': (instead(y_train=announce((1,) * 15_000, '<i4')), 'Header'),
+    'deep header': (instead(y_train=b'\x93NUMPY\x01\x00\x00\x20' + b'(' * 8192), ''),
+    'missing': ([*FIELDS.items()][:3], 'each once'),
+    'doubled': ([*FIELDS.items(), ('y_test.npy', FIELDS['y_test.npy'])], 'each once'),
+    'foreign': ([*FIELDS.items(), ('../x.npy', b'')], 'each once'),
+    'many': ([(f'{i}.npy', b'') for i in range(1000)], 'each once'),
+    'wrong shape': (instead(x_test=FIELDS['x_test.npy'][:9]), 'x_test.npy must be uint8 of shape'),
+    'wrong width': (instead(y_test=np.zeros(10, np.int64)), 'y_test.npy must be int32'),
+    'wrong order of bytes': (instead(y_test=np.zeros(10, '>i4')), 'y_test.npy must be int32'),
+    'wrong type': (instead(x_test=FIELDS['x_test.npy'].astype(np.int8)), 'x_test.npy must be uint8'),
+    'wrong label': (instead(y_test=np.full(10, 10, np.int32)), 'not below 10'),
+    'negative label': (instead(y_test=np.full(10, -1, np.int32)), 'labels from -1'),
+}
+
+
+@pytest.mark.filterwarnings('ignore:Duplicate name')
+@pytest.mark.parametrize('kind', HOSTILE_CACHES)
+def test_hostile_caches(small, tmp_path, kind):
+    arrays, message = HOSTILE_CACHES[kind]
+    cache = tmp_path / 'cifar10.npz'
+    save(cache, arrays, compression=zipfile.ZIP_DEFLATED, compresslevel=1)
+    line = refused(cache, 'delete it and load cifar10 again', lambda: load_dataset('cifar10', tmp_path))
+    assert re.search(message, line)
+
+
+def test_broken_caches(small, tmp_path):
+    cache = tmp_path / 'cifar10.npz'
+    save(cache, FIELDS.items(), compression=zipfile.ZIP_LZMA)
+    assert 'compressed' in refused(cache, 'delete it', lambda: load_dataset('cifar10', tmp_path))
+    save(cache, FIELDS.items())
+    assert not load_dataset('cifar10', tmp_path).x_train.any()
+    whole = cache.read_bytes()
+    npy = io.BytesIO()
+    np.save(npy, FIELDS['x_train.npy'])
+    objects = io.BytesIO()
+    np.save(objects, np.array([Exception]), allow_pickle=True)
+    encrypted = bytearray(whole)
+    encrypted[6] |= 1  # in the header of the first member and in the directory
+    encrypted[whole.index(b'PK\x01\x02') + 8] |= 1
+    for broken in (
+        npy.getvalue(),
+        objects.getvalue(),
+        pickle.dumps(1),
+        whole[:-1],
+        whole[1:],
+        whole + bytes(2**24),
+        encrypted,
+    ):
+        cache.write_bytes(broken)
+        refused(cache, 'delete it', lambda: load_dataset('cifar10', tmp_path))
+    cache.unlink()
+    cache.mkdir()
+    refused(cache, 'delete it', lambda: load_dataset('cifar10', tmp_path))
+
+
+@pytest.fixture
+def prepared(small, tmp_path):
+    """A folder as TFDS leaves it, without cache and archive."""
+    arrays = write_archive(tmp_path, 'cifar10')
+    load_dataset('cifar10', tmp_path)
+    (tmp_path / 'cifar10.npz').unlink()
+    (tmp_path / 'cifar-10-binary.tar.gz').unlink()
+    return tmp_path / 'cifar10' / '3.0.2', arrays
+
+
+def example(**changes):
+    import tensorflow_datasets as tfds
+
+    fields = {'id': b'train_00001', 'image': encoded(32, 32), 'label': 1, **changes}
+    kinds = {name: tfds.features.Text() if isinstance(value, bytes) else tfds.features.Scalar(np.int64)
+             for name, value in fields.items()}  # fmt: skip
+    features = tfds.features.FeaturesDict(kinds)
+    return features.serialize_example(features.encode_example(fields))
+
+
+def encoded(width, height, mode='RGB', kind='png'):
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new(mode, (width, height)).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'image': lambda: encoded(8000, 8000)}, 'size'),
+        ({'image': lambda: encoded(32, 31)}, 'size'),
+        ({'image': lambda: encoded(32, 32, 'L')}, 'L'),
+        ({'image': lambda: encoded(32, 32, kind='jpeg')}, 'identify'),
+        ({'image': lambda: encoded(32, 32)[:60]}, ''),
+        ({'image': lambda: b''}, 'identify'),
+        ({'image': lambda: 3}, ''),
+        ({'label': lambda: 10}, 'labels'),
+        ({'label': lambda: 2**40}, ''),
+        ({'label': lambda: b'cat'}, ''),
+    ],
+)
+def test_hostile_records(prepared, tmp_path, changes, message):
+    folder, _ = prepared
+    record = example(**{name: value() for name, value in changes.items()})
+    rewrite(next(folder.glob('*train.array*')), lambda records: [*records[1:], record])
+    assert re.search(message, refused(folder, 'delete it', lambda: load_dataset('cifar10', tmp_path)))
+
+
+def test_broken_records(prepared, tmp_path):
+    folder, arrays = prepared
+    file = next(folder.glob('*test.array*'))
+    whole = file.read_bytes()
+    flipped = bytearray(whole)
+    flipped[3000] ^= 1
+    for broken in (b'', b'junk', whole[:70_000], whole[:-65_536], bytes(len(whole)), whole[::-1], flipped):
+        file.write_bytes(broken)
+        refused(folder, 'delete it', lambda: load_dataset('cifar10', tmp_path))
+    for change in (lambda records: records[:9], lambda records: records * 2, lambda records: [b'junk', *records[1:]]):
+        file.write_bytes(whole)
+        rewrite(file, change)
+        refused(folder, 'delete it', lambda: load_dataset('cifar10', tmp_path))
+    file.unlink()
+    assert 'no test records' in refused(folder, 'delete it', lambda: load_dataset('cifar10', tmp_path))
+    file.write_bytes(whole)
+    assert_same(load_dataset('cifar10', tmp_path), arrays)
+
+
+@pytest.mark.parametrize('where', ['features', 'legacy features', 'info', 'metadata', 'rubbish'])
+def test_nothing_that_a_prepared_folder_names_is_imported(prepared, tmp_path, monkeypatch, where):
+    """TFDS imports the module of every feature that features.json or dataset_info.json names."""
+    folder, arrays = prepared
+    (tmp_path / 'modules').mkdir()
+    (tmp_path / 'modules' / 'hostile.py').write_text(f'open({str(tmp_path / "imported")!r}, "w").close()')
+    monkeypatch.syspath_prepend(tmp_path / 'modules')
+    features, info = folder / 'features.json', folder / 'dataset_info.json'
+    about, feature = json.loads(info.read_text()), {'pythonClassName': 'hostile.Feature', 'text': {}}
+    if where == 'features':
+        features.write_text(features.read_text().replace('tensorflow_datasets.core.features.text_feature', 'hostile'))
+    elif where == 'legacy features':
+        features.write_text(json.dumps({'type': 'hostile.Feature', 'content': {}}))
+    elif where == 'info':
+        info.write_text(json.dumps({**about, 'moduleName': 'hostile', 'features': feature}))
+    elif where == 'metadata':
+        (folder / 'metadata.json').write_text(json.dumps({'py/object': 'hostile.Feature'}))
+        (folder / 'metadata.pickle').write_bytes(b'chostile\nFeature\n.')
+    else:
+        features.write_text('{')
+        info.write_text('{')
+    assert_same(load_dataset('cifar10', tmp_path), arrays)
+    assert not (tmp_path / 'imported').exists()
+    assert 'hostile' not in sys.modules
 
 
 def test_digits():

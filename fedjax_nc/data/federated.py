@@ -1,14 +1,17 @@
 """Partitions become `FederatedData`: one pool of examples on the device and a table of row numbers per client."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 from numpy.typing import NDArray
 
+from fedjax_nc import checks
 from fedjax_nc.base import Array, FederatedData
+from fedjax_nc.data import arguments, partition
 
 
 def federate(
@@ -25,7 +28,7 @@ def federate(
     Clients may share rows, and rows may belong to nobody.
 
     Args:
-        x: [P, ...] examples; uint8 images stay uint8.
+        x: [P, ...] examples, finite; uint8 images stay uint8.
         y: [P] integers in [0, C).
         parts: one vector of rows of the pool per client, as the functions of `partition` make them.
         num_classes: C, by default one more than the largest label.
@@ -37,23 +40,21 @@ def federate(
         The data of K clients; int32 except `x`.
 
     Raises:
-        ValueError: if lengths disagree, labels or rows are out of range or no integers, a client is empty, or
-            one is longer than `width`.
+        ValueError: if lengths disagree, examples are no numbers or not finite or change as jax stores them, labels or
+            rows are out of range or no integers, a client is empty, or one is longer than `width`.
     """
-    x, labels = jnp.asarray(x), np.asarray(y)
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(f'`y` must be a vector of integers; got shape {labels.shape}, dtype {labels.dtype}.')
-    if x.ndim == 0 or len(x) != len(labels) or len(labels) == 0:
-        raise ValueError(f'`x` and `y` must hold one entry per example; got shapes {x.shape} and {labels.shape}.')
+    if num_classes is not None:
+        _count_classes('`num_classes`', num_classes)
+    labels = arguments.labels('`y`', y, classes=num_classes)
+    x = _pool(x, len(labels))
     num_classes = int(labels.max()) + 1 if num_classes is None else num_classes
-    if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(f'labels must lie in [0, {num_classes}); got {labels.min()} to {labels.max()}.')
-    if not len(parts):
-        raise ValueError('`parts` is empty: give one vector of rows per client.')
-    rows = [_rows(k, np.asarray(part), len(labels), allow_empty) for k, part in enumerate(parts)]
+    arguments.several('`parts`', parts, 'one vector of rows per client')
+    rows = [_rows(k, arguments.array(f'`parts[{k}]`', part), len(labels), allow_empty) for k, part in enumerate(parts)]
     longest = max(len(part) for part in rows)
-    if width is not None and width < longest:
-        raise ValueError(f'`width` is {width} and the longest client has {longest} examples.')
+    if width is not None:
+        checks.whole('`width`', width)
+        if width < longest:
+            raise ValueError(f'`width` is {width} and the longest client has {longest} examples.')
     return _table(x, jnp.asarray(labels, jnp.int32), labels, rows, num_classes, width)
 
 
@@ -73,18 +74,18 @@ def split(data: FederatedData, fraction: float, *, seed: int) -> tuple[Federated
         (train, test), both of K clients and on the same pool, which is not copied.
 
     Raises:
-        ValueError: if `fraction` is not strictly between 0 and 1.
+        ValueError: if `fraction` is not strictly between 0 and 1, or another argument is not of this kind.
     """
-    if not 0 < fraction < 1:
-        raise ValueError(f'`fraction` must lie strictly between 0 and 1; got {fraction}.')
-    index, sizes = np.asarray(data.index), np.asarray(data.size)
+    checks.kind('`data`', data, FederatedData)
+    fraction = arguments.number('`fraction`', fraction, 0, high=1, open_low=True, open_high=True)
+    checks.whole('`seed`', seed, 0)
+    index, sizes, labels = (arguments.array('`data`', part) for part in (data.index, data.size, data.y))
     train, test = [], []
     for k, size in enumerate(sizes.tolist()):
         rows = index[k, np.random.default_rng((seed, k)).permutation(size)]
         held_out = min(int(fraction * size + 1e-9), max(size - 1, 0))  # 0.29 * 100 is a little less than 29
         test.append(rows[:held_out])
         train.append(rows[held_out:])
-    labels = np.asarray(data.y)
     first, second = (_table(data.x, data.y, labels, rows, data.num_classes) for rows in (train, test))
     return first, second
 
@@ -104,9 +105,9 @@ def common_test(x: ArrayLike, y: ArrayLike, num_clients: int, num_classes: int |
     Raises:
         ValueError: if there is no client, or as for `federate`.
     """
-    if num_clients < 1:
-        raise ValueError(f'`num_clients` must be at least 1; got {num_clients}.')
-    return federate(x, y, [np.arange(np.size(y))] * num_clients, num_classes)
+    checks.whole('`num_clients`', num_clients)
+    labels = arguments.labels('`y`', y)
+    return federate(x, labels, [np.arange(len(labels))] * num_clients, num_classes)
 
 
 def matched_tests(counts: ArrayLike, x: ArrayLike, y: ArrayLike, *, total: int = 10_000, seed: int) -> FederatedData:
@@ -129,18 +130,22 @@ def matched_tests(counts: ArrayLike, x: ArrayLike, y: ArrayLike, *, total: int =
     Raises:
         ValueError: if `counts` is no table of counts, `total` < 1, or as for `federate`.
     """
-    table, labels = np.asarray(counts), np.asarray(y)
-    if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer) or table.min() < 0 or not table.any():
+    table = arguments.array('`counts`', counts)
+    if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer) or not table.any() or table.min() < 0:
         raise ValueError(f'`counts` must be a table [K, C] of label counts; got shape {table.shape}, {table.dtype}.')
-    if total < 1:
-        raise ValueError(f'`total` must be at least 1; got {total}.')
+    _count_classes('the columns of `counts`', table.shape[1])
+    checks.whole('`total`', total)
+    checks.whole('`seed`', seed, 0)
+    if int(table.max()) * max(total, table.size) >= 2**63:
+        raise ValueError(f'`counts` up to {table.max()} and a `total` of {total} are too large to be true.')
+    labels = arguments.labels('`y`', y, classes=table.shape[1])
     wanted = table.astype(np.int64) * total // table.sum(dtype=np.int64)
-    pools = [np.flatnonzero(labels == c) for c in range(table.shape[1])]
+    pools = partition.by_class(labels, table.shape[1])
     parts = []
     for k, row in enumerate(wanted):
         rng = np.random.default_rng((seed, k))
         parts.append(np.concatenate([rng.permutation(pool)[:n] for pool, n in zip(pools, row, strict=True)]))
-    return federate(x, y, parts, table.shape[1], allow_empty=True)
+    return federate(x, labels, parts, table.shape[1], allow_empty=True)
 
 
 def class_weights(data: FederatedData, kind: Literal['labels', 'present']) -> Array:
@@ -160,11 +165,35 @@ def class_weights(data: FederatedData, kind: Literal['labels', 'present']) -> Ar
     Raises:
         ValueError: if `kind` is neither.
     """
+    checks.kind('`data`', data, FederatedData)
     if kind == 'labels':
         return data.counts / jnp.maximum(data.size, 1).astype(jnp.float32)[:, None]
     if kind == 'present':
         return (data.counts > 0).astype(jnp.float32)
     raise ValueError(f"`kind` must be 'labels' or 'present'; got {kind!r}.")
+
+
+def _count_classes(name: str, count: int) -> None:
+    checks.whole(name, count)
+    if count > checks.MOST_CLASSES:
+        raise ValueError(f'{name} must be at most {checks.MOST_CLASSES}, not {count}: number the classes from 0.')
+
+
+def _pool(x: Any, length: int) -> Array:
+    """Examples as jax stores them, refused where that makes others of them."""
+    given = x if isinstance(x, jax.Array) else arguments.array('`x`', x)
+    if not any(jnp.issubdtype(given.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
+        raise ValueError(f'`x` must be real numbers; got {given.dtype}.')
+    if given.ndim == 0 or len(given) != length:
+        raise ValueError(f'`x` and `y` must hold one entry per example; got shapes {given.shape} and {(length,)}.')
+    with np.errstate(over='ignore'):  # what overflows is found below
+        pool = jnp.asarray(given)
+    if jnp.issubdtype(given.dtype, jnp.integer) and pool.dtype != given.dtype and given.size:
+        low, high, limits = given.min(), given.max(), jnp.iinfo(pool.dtype)
+        if low < limits.min or high > limits.max:
+            raise ValueError(f'`x` goes from {low} to {high} and does not fit {pool.dtype}: make it floating.')
+    checks.finite(f'`x` as {pool.dtype}', pool)
+    return pool
 
 
 def _rows(client: int, part: NDArray, pool: int, allow_empty: bool) -> NDArray:
@@ -173,9 +202,11 @@ def _rows(client: int, part: NDArray, pool: int, allow_empty: bool) -> NDArray:
             raise ValueError(f'client {client} is empty; raise the minimum size of the partition, or `allow_empty`.')
         return np.zeros(0, np.int32)
     if part.ndim != 1 or not np.issubdtype(part.dtype, np.integer):
-        raise ValueError(f'client {client} needs a vector of integer rows; got shape {part.shape}, dtype {part.dtype}.')
+        raise ValueError(
+            f'client {client} needs a vector of integer rows in `parts`; got shape {part.shape}, dtype {part.dtype}.'
+        )
     if part.min() < 0 or part.max() >= pool:
-        raise ValueError(f'client {client} has rows from {part.min()} to {part.max()}; the pool has {pool}.')
+        raise ValueError(f'client {client} has rows from {part.min()} to {part.max()} in `parts`; the pool has {pool}.')
     return part
 
 

@@ -4,11 +4,15 @@ Augmentation acts on pixels, before normalisation, and example i draws from a ke
 not depend on how many rows, padded or real, follow. All functions work under `jit` and `vmap`.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from fedjax_nc import checks
 from fedjax_nc.base import Array
 
 Channels = float | Sequence[float]
@@ -37,11 +41,15 @@ def normalize(x: Array, mean: Channels, std: Channels) -> Array:
 
     Raises:
         TypeError: if `x` is of another type.
+        ValueError: if `mean` is not finite or `std` not positive, or neither one number nor one per channel.
     """
+    if not isinstance(x, jax.Array | np.ndarray) or not x.ndim:
+        raise TypeError(f'`x` must be an array of images; got {checks.shown(x)}.')
+    _check_channels(mean, std, x.shape[-1])
     if x.dtype == jnp.uint8:
         x = x.astype(jnp.float32) / 255
     elif not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f'images must be uint8 or floating; got {x.dtype}.')
+        raise TypeError(f'`x` must be uint8 or floating images; got {x.dtype}.')
     return (x.astype(jnp.float32) - jnp.asarray(mean, jnp.float32)) / jnp.asarray(std, jnp.float32)
 
 
@@ -56,7 +64,13 @@ def random_crop(key: Array, x: Array, padding: int, mode: str = 'constant') -> A
 
     Returns:
         [B, H, W, ch] of the same type.
+
+    Raises:
+        ValueError: if `x` is of another shape, `padding` no whole number, or `mode` unknown.
     """
+    checks.rows('`x`', x, 4)
+    checks.whole('`padding`', padding, 0)
+    _check_mode('`mode`', mode)
     padded = jnp.pad(x, ((0, 0), (padding, padding), (padding, padding), (0, 0)), mode=mode)
     offsets = _draw(key, len(x), lambda k: jax.random.randint(k, (2,), 0, 2 * padding + 1))
     return jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (*at, 0), x.shape[1:]))(padded, offsets)
@@ -71,7 +85,11 @@ def random_flip(key: Array, x: Array) -> Array:
 
     Returns:
         [B, H, W, ch] of the same type.
+
+    Raises:
+        ValueError: if `x` is of another shape.
     """
+    checks.rows('`x`', x, 4)
     mirrored = _draw(key, len(x), jax.random.bernoulli)
     return jnp.where(mirrored[:, None, None, None], x[:, :, ::-1], x)
 
@@ -92,10 +110,11 @@ def pipeline(
         A function of x [B, H, W, ch] uint8 and a key. Without a key, in evaluation, it only normalises.
 
     Raises:
-        ValueError: if `crop` is negative or some `std` is not positive.
+        ValueError: if `crop` is negative, `crop_mode` unknown, `mean` not finite or some `std` not positive.
     """
-    if crop < 0 or min(jnp.ravel(jnp.asarray(std)).tolist()) <= 0:
-        raise ValueError(f'`crop` must not be negative and `std` must be positive; got {crop} and {std}.')
+    _check_channels(mean, std)
+    checks.whole('`crop`', crop, 0)
+    _check_mode('`crop_mode`', crop_mode)
 
     def preprocess(x: Array, key: Array | None) -> Array:
         if key is not None:
@@ -112,3 +131,20 @@ def pipeline(
 def _draw(key: Array, count: int, sample: Callable[[Array], Array]) -> Array:
     # folding in the position, rather than splitting into `count`, keeps row i the same for every `count`
     return jax.vmap(lambda i: sample(jax.random.fold_in(key, i)))(jnp.arange(count))
+
+
+def _check_channels(mean: Channels, std: Channels, channels: int | None = None) -> None:
+    for name, value, low in (('`mean`', mean, -math.inf), ('`std`', std, 0.0)):
+        values: Any = value if isinstance(value, list | tuple) or np.ndim(value) == 1 else [value]
+        for part in values:
+            checks.number(name, part, low, open_low=True)
+        if not len(values) or len(values) not in (1, channels or len(values)):
+            known = 'the channels' if channels is None else f'{channels} channels'
+            raise ValueError(f'{name} must be one number, or one for each of {known}; got {len(values)}.')
+
+
+def _check_mode(name: str, mode: str) -> None:
+    try:
+        jax.eval_shape(lambda: jnp.pad(jnp.zeros(2), 1, mode=mode))
+    except Exception as error:  # jax has several for this
+        raise ValueError(f"{name} must be one of `jnp.pad`, such as 'reflect'; got {checks.shown(mode)}.") from error

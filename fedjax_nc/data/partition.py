@@ -7,11 +7,17 @@ every example to exactly one client, always terminate, and shuffle each client's
 import heapq
 from collections.abc import Callable, Hashable, Iterable
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedjax_nc import checks
+from fedjax_nc.data import arguments
+
 Parts = list[NDArray[np.intp]]
 """One array of row numbers per client."""
+
+_MANY = 2**20  # clients, where there are not as many examples
 
 
 def dirichlet(labels: ArrayLike, clients: int, alpha: float, *, seed: int, min_size: int = 10) -> Parts:
@@ -35,7 +41,8 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, *, seed: int, min_s
     Raises:
         ValueError: if the request is malformed or cannot be met.
     """
-    labels = _checked(labels, clients, min_size, alpha)
+    labels = _checked(labels, clients, seed, min_size)
+    alpha = _concentration(alpha)
 
     def draw(rng: np.random.Generator) -> NDArray[np.intp]:
         owner = np.empty(len(labels), np.intp)
@@ -54,7 +61,8 @@ def dirichlet_capped(labels: ArrayLike, clients: int, alpha: float, *, seed: int
     The construction of CCVR (Luo et al., NeurIPS 2021) and of many others: client sizes differ less than under
     `dirichlet`. Arguments, results, errors and what is done about small clients are those of `dirichlet`.
     """
-    labels = _checked(labels, clients, min_size, alpha)
+    labels = _checked(labels, clients, seed, min_size)
+    alpha = _concentration(alpha)
 
     def draw(rng: np.random.Generator) -> NDArray[np.intp]:
         owner = np.empty(len(labels), np.intp)
@@ -82,7 +90,10 @@ def dirichlet_multiclass(
         ValueError: if the request is malformed or cannot be met.
         RuntimeError: if no draw was good enough.
     """
-    labels = _checked(labels, clients, max(min_size, 2), alpha)
+    checks.whole('`min_size`', min_size, 0)
+    checks.whole('`attempts`', attempts)
+    labels = _checked(labels, clients, seed, max(min_size, 2))
+    alpha = _concentration(alpha)
     if len(np.unique(labels)) < 2:
         raise ValueError('two classes for every client need labels of at least two classes; use `iid` instead.')
 
@@ -114,7 +125,8 @@ def dirichlet_draws(labels: ArrayLike, clients: int, alpha: float, *, seed: int,
     (Xiao et al., ICLR 2024), whose code asks for two batches per client as a minimum. Arguments, results, errors and
     what is done about small clients are those of `dirichlet`.
     """
-    labels = _checked(labels, clients, min_size, alpha)
+    labels = _checked(labels, clients, seed, min_size)
+    alpha = _concentration(alpha)
 
     def draw(rng: np.random.Generator) -> NDArray[np.intp]:
         owner = np.empty(len(labels), np.intp)
@@ -145,9 +157,13 @@ def shards(labels: ArrayLike, clients: int, classes_per_client: int, *, seed: in
         ValueError: if the request is malformed, c does not divide C, some class would have no holder (K c < C), or a
             class has fewer examples than holders.
     """
-    labels = _checked(labels, clients, 1)
-    num_classes = int(labels.max()) + 1
-    if classes_per_client < 1 or num_classes % classes_per_client:
+    labels = _checked(labels, clients, seed)
+    checks.whole('`classes_per_client`', classes_per_client)
+    sizes = np.bincount(labels)
+    num_classes = len(sizes)
+    if not sizes.all():
+        raise ValueError(f'class {sizes.argmin()} has no example: number the classes that there are from 0.')
+    if num_classes % classes_per_client:
         raise ValueError(
             f'{classes_per_client} classes per client do not divide the {num_classes} classes, so a client could be '
             'given one class twice; choose a divisor, or use `dirichlet`.'
@@ -171,7 +187,7 @@ def shards(labels: ArrayLike, clients: int, classes_per_client: int, *, seed: in
 
 def iid(labels: ArrayLike, clients: int, *, seed: int) -> Parts:
     """Deals shuffled examples to K clients, not more than there are examples; their sizes differ by one at most."""
-    labels = _checked(labels, clients, 1)
+    labels = _checked(labels, clients, seed)
     return np.array_split(np.random.default_rng(seed).permutation(len(labels)), clients)
 
 
@@ -179,10 +195,23 @@ def natural(ids: Iterable[Hashable]) -> Parts:
     """One client per distinct id: the writer, user or hospital that an example came from.
 
     Takes [P] hashable values, at least one, and returns an array of rows per distinct value, in order of appearance.
+
+    Raises:
+        ValueError: if there is none, or one that cannot tell clients apart, such as a list or NaN.
     """
+    if isinstance(ids, np.ndarray | jax.Array):
+        ids = arguments.array('`ids`', ids).tolist()
+    if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
+        raise ValueError(f'`ids` must be one client id per example; got {checks.shown(ids)}.')
     rows: dict[Hashable, list[int]] = {}
-    for row, client in enumerate(ids.tolist() if hasattr(ids, 'tolist') else ids):
-        rows.setdefault(client, []).append(row)
+    for row, client in enumerate(ids):
+        try:
+            rows.setdefault(client, []).append(row)
+            same = client == client
+        except TypeError:
+            same = False
+        if not same:
+            raise ValueError(f'`ids` must be hashable and not NaN; got {checks.shown(client)} in row {row}.')
     if not rows:
         raise ValueError('`ids` is empty: give one client id per example.')
     return [np.array(values, np.intp) for values in rows.values()]
@@ -205,53 +234,60 @@ def long_tail(labels: ArrayLike, imbalance_factor: float, *, seed: int) -> NDArr
     Raises:
         ValueError: if `imbalance_factor` < 1, or so large that a class would vanish.
     """
-    labels = _checked(labels, 1, 1)
-    if not 1 <= imbalance_factor < np.inf:
-        raise ValueError(f'`imbalance_factor` is head size over tail size, at least 1; got {imbalance_factor}.')
+    labels = _checked(labels, 1, seed)
+    factor = arguments.number('`imbalance_factor`', imbalance_factor, 1, advice='it is head size over tail size.')
     rng = np.random.default_rng(seed)
     sizes = np.bincount(labels)
-    profile = sizes.max() * (1 / imbalance_factor) ** (np.arange(len(sizes)) / max(len(sizes) - 1, 1))
+    profile = sizes.max() * (1 / factor) ** (np.arange(len(sizes)) / max(len(sizes) - 1, 1))
     # a profile of exactly n examples may come out as n - 1e-13
     keep = np.floor(profile + 1e-9).astype(np.intp)
     if keep.min() < 1:
         raise ValueError(
-            f'`imbalance_factor` {imbalance_factor} leaves nothing of class {keep.argmin()}; '
+            f'`imbalance_factor` {factor:g} leaves nothing of class {keep.argmin()}; '
             f'it can be at most {sizes.max()}, the size of the largest class.'
         )
     return np.sort(np.concatenate([rows[:n] for rows, n in zip(_shuffled_classes(rng, labels), keep, strict=True)]))
 
 
-def _checked(labels: ArrayLike, clients: int, min_size: int, alpha: float = 1.0) -> NDArray[np.integer]:
-    labels = np.asarray(labels)
-    if labels.ndim != 1 or len(labels) == 0 or not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(
-            f'`labels` must be a non-empty vector of integers; got shape {labels.shape}, dtype {labels.dtype}.'
-        )
-    if labels.min() < 0:
-        raise ValueError(f'`labels` must not be negative; got {labels.min()}. Number the classes from 0.')
-    if clients < 1:
-        raise ValueError(f'`clients` must be at least 1; got {clients}.')
-    if not 0 < alpha < np.inf:
-        raise ValueError(f'`alpha` must be positive and finite; got {alpha}. For equal shares use `iid`.')
-    if min_size < 0 or min_size * clients > len(labels):
+def _checked(labels: ArrayLike, clients: int, seed: int, min_size: int = 1) -> NDArray[np.intp]:
+    labels = arguments.labels('`labels`', labels)
+    checks.whole('`clients`', clients)
+    checks.whole('`min_size`', min_size, 0)
+    checks.whole('`seed`', seed, 0)
+    if min_size * clients > len(labels):
         raise ValueError(
             f'{clients} clients cannot have {min_size} examples each: there are {len(labels)}. '
-            'Lower `clients` or `min_size` (not below 0).'
+            'Lower `clients` or `min_size`.'
         )
+    if clients > max(len(labels), _MANY):
+        raise ValueError(f'`clients` must be at most {_MANY} or one for each example, not {clients}.')
     return labels
 
 
-def _shuffled_classes(rng: np.random.Generator, labels: NDArray[np.integer]) -> Iterable[NDArray[np.intp]]:
-    for c in range(int(labels.max()) + 1):
-        yield rng.permutation(np.flatnonzero(labels == c))
+def _concentration(alpha: float) -> float:
+    return arguments.number('`alpha`', alpha, open_low=True, advice='for equal shares use `iid`.')
+
+
+def _shuffled_classes(rng: np.random.Generator, labels: NDArray[np.intp]) -> Iterable[NDArray[np.intp]]:
+    for rows in by_class(labels):
+        yield rng.permutation(rows)
+
+
+def by_class(labels: NDArray[np.intp], classes: int = 0) -> Parts:
+    """The rows of each class in order, of all classes up to the largest label and `classes`."""
+    ends = np.bincount(labels, minlength=classes).cumsum()
+    return np.split(np.argsort(labels, kind='stable'), ends[:-1])
 
 
 def _proportions(rng: np.random.Generator, alpha: float, clients: int) -> NDArray[np.float64]:
     q = rng.dirichlet(np.full(clients, alpha))
     if np.isfinite(q).all() and q.sum() > 0.5:
         return q
-    # the numbers underflow for a minute `alpha`, whose limit is that one client takes all
-    return np.eye(clients)[rng.integers(clients)]
+    if alpha > 1:  # the numbers overflow for a huge `alpha`, whose limit is equal shares
+        return np.full(clients, 1 / clients)
+    q = np.zeros(clients)  # and underflow for a minute one, whose limit is that one client takes all
+    q[rng.integers(clients)] = 1
+    return q
 
 
 def _capped_sizes(

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fedjax_nc import checks
+from fedjax_nc.data import arguments
+
 
 def clusters(
     seed: int, num_examples: int, num_classes: int, dim: int, *, separation: float = 4.0, centers_seed: int = 0
@@ -21,7 +24,16 @@ def clusters(
 
     Returns:
         x [P, dim] float32 and y [P] int32 in random order.
+
+    Raises:
+        ValueError: if a number is not of its kind.
     """
+    checks.whole('`seed`', seed, 0)
+    checks.whole('`num_examples`', num_examples)
+    checks.whole('`num_classes`', num_classes)
+    checks.whole('`dim`', dim)
+    checks.whole('`centers_seed`', centers_seed, 0)
+    separation = arguments.number('`separation`', separation)
     centers = np.random.default_rng(centers_seed).normal(size=(num_classes, dim)) * separation / np.sqrt(dim)
     rng = np.random.default_rng(seed)
     y = rng.permutation(np.arange(num_examples) % num_classes)
@@ -41,7 +53,14 @@ def spiral(seed: int, sizes: Sequence[int]) -> tuple[NDArray[np.float32], NDArra
 
     Returns:
         x [P, 2] float32 and y [P] int32, class after class.
+
+    Raises:
+        ValueError: if `seed` is negative, or `sizes` holds anything but numbers of examples, or none.
     """
+    checks.whole('`seed`', seed, 0)
+    arguments.several('`sizes`', sizes, 'one number of examples per class')
+    for n in sizes:
+        checks.whole('each of `sizes`', n, 0)
     rng = np.random.default_rng(seed)
     arms = []
     for i, n in enumerate(sizes):

@@ -1,0 +1,72 @@
+"""Arguments of what runs once on the host, before training: unlike those of `checks`, they must be known."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedjax_nc import checks
+
+
+def array(name: str, value: Any) -> NDArray[Any]:
+    """An array in host memory.
+
+    Args:
+        name: what the caller calls it.
+        value: anything.
+
+    Raises:
+        ValueError: for what is traced, or nested sequences of unequal lengths.
+    """
+    _known(name, value)
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'{name} must be an array or make one; got {checks.shown(value)}.') from error
+
+
+def number(name: str, value: Any, low: float = 0.0, **limits: Any) -> float:
+    """A known number in the range that `checks.number` takes.
+
+    Raises:
+        ValueError: for all else.
+    """
+    _known(name, value)
+    checks.number(name, value, low, **limits)
+    return float(value)
+
+
+def several(name: str, values: Any, what: str) -> None:
+    """Refuses what is no sequence of at least one.
+
+    Args:
+        name: what the caller calls it.
+        values: anything.
+        what: its entries, in words.
+
+    Raises:
+        ValueError: for all else.
+    """
+    if isinstance(values, str) or not (isinstance(values, Sequence) or np.ndim(values)):
+        raise ValueError(f'{name} must be {what}; got {checks.shown(values)}.')
+    if not len(values):
+        raise ValueError(f'{name} is empty: give {what}.')
+
+
+def labels(name: str, y: Any, length: int | None = None, classes: int | None = None) -> NDArray[np.intp]:
+    """A vector of known labels, at least one, in [0, C), as `checks.labels` has them.
+
+    Raises:
+        ValueError: for all else.
+    """
+    known = array(name, y)
+    if known.size == 0:
+        raise ValueError(f'{name} must be a non-empty vector of integers.')
+    checks.labels(name, known, length, classes)
+    return known.astype(np.intp)
+
+
+def _known(name: str, value: Any) -> None:
+    if checks.traced(value):
+        raise ValueError(f'{name} must be known: call this outside of `jit`, `vmap` and `grad`.')
