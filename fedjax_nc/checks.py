@@ -5,6 +5,7 @@ enters the library.
 """
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -59,10 +60,7 @@ def number(
         raise ValueError(f'{name} must be one number, not {shown(value)}{said}')
     if not (np.issubdtype(np.asarray(value).dtype, np.number) or isinstance(value, bool | np.bool_)):
         raise ValueError(f'{name} must be one number, not {shown(value)}{said}')
-    try:
-        x = float(value)
-    except OverflowError:  # a whole number beyond all floats
-        x = math.inf
+    x = float(value)
     inside = (x > low if open_low else x >= low) and (x < high if open_high else x <= high)
     if inside and not (finite and math.isinf(x)):
         return
@@ -106,7 +104,8 @@ def labels(name: str, y: Any, length: int | None = None, classes: int | None = N
         raise ValueError(f'{name} must be one for each of {length} examples, not {shape[0]}')
     if traced(y) or shape[0] == 0:
         return
-    low, high = int(np.min(y)), int(np.max(y))
+    known = np.asarray(y)  # on the host: inside `jit` even a known array's minimum would be traced
+    low, high = int(known.min()), int(known.max())
     most = MOST_CLASSES if classes is None else classes
     if low < 0 or high >= most:
         advice = ': number the classes from 0' if classes is None else ''
@@ -133,18 +132,23 @@ def finite(name: str, x: Array | NDArray[Any]) -> None:
     Raises:
       ValueError: for all else.
     """
-    if traced(x) or not jnp.issubdtype(x.dtype, jnp.inexact) or bool(jnp.all(jnp.isfinite(x))):
+    if traced(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
         return
-    bad = np.flatnonzero(~np.asarray(jnp.all(jnp.isfinite(x.reshape(len(x), -1)), axis=1)))
+    with jax.ensure_compile_time_eval():
+        sound = jnp.isfinite(x)
+        if bool(jnp.all(sound)):
+            return
+        bad = np.flatnonzero(~np.asarray(jnp.all(sound.reshape(len(x), -1), axis=1)))
     rows = f'row {bad[0]} holds' if len(bad) == 1 else f'row {bad[0]} and {len(bad) - 1} more hold'
     raise ValueError(f'{name} must be finite: {rows} NaN or infinity')
 
 
 def shown(value: Any) -> str:
-    """A value in a message: arrays by their shape, all else cut to a line."""
+    """A value in a message: arrays by their shape, all else cut to a line and without its place in memory."""
     if isinstance(value, np.ndarray | jax.Array) and np.ndim(value):
         return f'an array {np.shape(value)}'
     text = ' '.join((str if isinstance(value, np.generic) else repr)(value).split())
+    text = re.sub(' at 0x[0-9a-f]+', '', text)
     return text if len(text) <= 60 else text[:57] + '...'
 
 

@@ -15,6 +15,7 @@ import toys
 from fedjax_nc import (
     aggregators,
     algorithms,
+    checks,
     classwise,
     frames,
     gaussians,
@@ -121,6 +122,7 @@ def test_a_plan_that_is_none(factory, wrong):
 
 Z, Y, W = jnp.ones((6, 3)), jnp.array([0, 1, 2, 0, 1, 2]), jnp.ones(6)
 KEY = toys.KEY
+NAN = jnp.full((6, 3), jnp.nan)
 SHAPES = {  # what takes examples with labels, and what is wrong with them
     'losses.cross_entropy': lambda z, y: losses.cross_entropy(z, y),
     'losses.balanced_softmax': lambda z, y: losses.balanced_softmax(z, y, jnp.ones(3)),
@@ -240,6 +242,13 @@ def test_logits_of_another_shape(data):
     flat = heads.linear()._replace(logits=lambda params, fixed, z: z[:, 0])
     task = objective(toys.tiny, flat, losses.cross_entropy)
     refused(lambda: simulate.init(fedavg.algorithm(task, toys.opt), KEY, data), 'logits [B, C]')
+
+
+def test_what_is_known_is_checked_inside_jit_too():
+    jax.jit(lambda: metrics.collapse.nc1(Z, Y, 3))()
+    jax.jit(lambda: checks.finite('x', Z))()
+    with pytest.raises(ValueError, match='row 0 and 5 more hold'):
+        jax.jit(lambda: checks.finite('x', NAN))()
 
 
 def test_data_of_more_classes_than_the_head(data):

@@ -222,26 +222,25 @@ def test_tables_are_renewed_when_a_run_is_resumed(data, whole, tmp_path):
 
 
 def test_a_flipped_bit_is_never_restored(data, tmp_path):
-    """Three bits of every file of a checkpoint, one at a time: the same arrays, or none."""
+    """A bit of every file of a checkpoint, one at a time: the same arrays, or none."""
     state, history = begin(data), [{'round': 1, 'loss': 0.123456789}]
     files = checkpoints.Files(tmp_path, {'algorithm': 'x'})
     files.save(1, state, toys.KEY, history)
     rng, caught = np.random.default_rng(0), 0
     for path in sorted(p for p in (tmp_path / 'checkpoints' / '1').rglob('*') if p.is_file() and p.stat().st_size):
         good = path.read_bytes()
-        for _ in range(3):
-            bad = bytearray(good)
-            bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
-            path.write_bytes(bad)
-            try:
-                rows, restored = files.read(1, state, toys.KEY)
-            except (checkpoints.DamagedError, training.CheckpointError):
-                caught += 1
-            else:
-                assert rows == history
-                toys.same(restored, state)
+        bad = bytearray(good)
+        bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
+        path.write_bytes(bad)
+        try:
+            rows, restored = files.read(1, state, toys.KEY)
+        except (checkpoints.DamagedError, training.CheckpointError):
+            caught += 1
+        else:
+            assert rows == history
+            toys.same(restored, state)
         path.write_bytes(good)
-    assert caught > 10
+    assert caught > 3
 
 
 def test_a_directory_is_held_by_one_run(data, tmp_path):
