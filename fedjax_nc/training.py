@@ -22,6 +22,10 @@ Evaluate = Callable[[State], dict[str, Array]]
 """From the state to named scalars; 'accuracy' is shown in the progress bar."""
 
 
+OnRound = Callable[[Row, State], None]
+"""Sees a round's row and the state after it, which it must not keep: the next round takes its memory."""
+
+
 class DivergedError(RuntimeError):
     """The server's state became NaN or infinite, or the losses of all clients."""
 
@@ -53,6 +57,7 @@ def run(
     checkpoint_every: int | None = None,
     resume: bool = False,
     memory_limit: float | None = None,
+    on_round: OnRound | None = None,
     progress: bool = True,
     name: str = 'train',
 ) -> Run:
@@ -83,6 +88,8 @@ def run(
       resume: continue from the newest checkpoint in `out`, or begin if there is none. A damaged one is put aside, with
         a warning, and the one before it taken.
       memory_limit: bytes that a round may take, as for `footprint.check`; `math.inf` for no limit.
+      on_round: called with each round's row of `history`, after it is in the files, and with the state: with
+        `rounds_per_call`, that of the end of the call. For trackers see `watch`. An error in it ends the run.
       progress: whether to show a progress bar, which is lines where no terminal is.
       name: its label.
 
@@ -95,29 +102,23 @@ def run(
       CheckpointError: if all checkpoints are damaged, or they are of another algorithm, cohort, data or key.
     """
     every = eval_every if checkpoint_every is None else checkpoint_every
-    numbers = {'rounds': rounds, 'rounds_per_call': rounds_per_call, 'eval_every': eval_every, 'eval_last': eval_last}
-    for what, number in {**numbers, 'checkpoint_every': every}.items():
-        checks.whole(what, number, 0 if what == 'eval_last' else 1)
+    numbers = {
+        'rounds': rounds,
+        'rounds_per_call': rounds_per_call,
+        'eval_every': eval_every,
+        'checkpoint_every': every,
+    }
+    for what, number in numbers.items():
+        checks.whole(what, number)
+    checks.whole('eval_last', eval_last, 0)
     if resume and out is None:
         raise ValueError('resume needs the directory of the run: pass out=')
     checks.kind('data', data, FederatedData)
-    store = state.clients if isinstance(state.clients, population.Store) else None
-    if store is not None and rounds_per_call > 1:
+    if isinstance(state.clients, population.Store) and rounds_per_call > 1:
         raise ValueError('client states kept off the devices come and go between rounds: leave rounds_per_call at 1')
     if mesh is not None:
-        server, placed = state.server, () if store is not None else state.clients
-        (server, placed), data = devices.place(mesh, State(server, placed), data)
-        state = State(server, placed if store is None else store)
-    if store is None:
-        step = simulate.compiled(
-            simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh))
-        )
-    else:
-        alone = population.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh)
-
-        def one(keys: Array, state: State, data: FederatedData) -> tuple[State, simulate.Report]:
-            state, report = alone(keys[0], state, data)
-            return state, jax.tree.map(lambda u: u[None], report)
+        state, data = placed(mesh, state, data)
+    step = Rounds(algorithm, state, cohort=cohort, chunk=chunk, mesh=mesh)
 
     def evaluated(round: int) -> bool:
         return evaluate is not None and (round % eval_every == 0 or round > rounds - eval_last)
@@ -125,61 +126,151 @@ def run(
     def due(round: int) -> bool:
         return evaluated(round) or round % every == 0
 
-    def fits() -> None:
-        held = state
-        if store is not None:  # what travels to the devices: the states of a cohort
-            members, first = cohort or store.num_clients, store.take(np.arange(1))
-            shape = lambda u: jax.ShapeDtypeStruct((members, *u.shape[1:]), u.dtype)  # noqa: E731
-            held = state._replace(clients=jax.tree.map(shape, first))
-        footprint.check(algorithm, held, data, cohort=cohort, chunk=chunk, limit=memory_limit)
-
-    history: list[Row] = []
-    files, compile_seconds = None, 0.0
-    executables: dict[int, Any] = {} if store is None else {1: one}
     with holding(Path(out)) if out is not None else contextlib.nullcontext():
-        if out is not None:
-            parts = {'algorithm': fingerprint.of_algorithm(algorithm), 'data': fingerprint.of_arrays(data)}
-            files = Files(Path(out), {**parts, 'cohort': str(cohort)})
-            if resume:
-                history, state = files.restore(state, key)
-                if len(history) > rounds:
-                    raise ValueError(f'{out} already holds {len(history)} rounds, more than the {rounds} asked for')
-            elif files.begun():
-                raise ValueError(f'{out} already holds a run: resume it, or choose another directory')
+        files = None if out is None else Files(Path(out), about(algorithm, data, cohort))
+        history, state = ([], state) if files is None else begun(files, state, key, rounds, resume)
         first = len(history)
         if first < rounds and memory_limit != math.inf:
-            fits()
+            check_memory(algorithm, state, data, cohort, chunk, memory_limit)
         with Progress(name, first, rounds, show=progress and first_process()) as bar:
             for start, stop in calls(first, rounds, rounds_per_call, due):
-                keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(start, stop))
-                if start == first or stop - start not in executables:
+                if not step.ready(stop - start):
                     bar.compiling()
-                if stop - start not in executables:
-                    begin = time.perf_counter()
-                    executables[stop - start] = step.lower(keys, state, data).compile()
-                    compile_seconds += time.perf_counter() - begin
-                begin = time.perf_counter()
-                state, report = executables[stop - start](keys, state, data)
-                told = jax.device_get(report._replace(info=(), balance=()))
-                seconds = (time.perf_counter() - begin) / (stop - start)
-                for i in range(stop - start):
-                    loss, padded, finite = (float(u[i]) for u in (told.loss, told.padded_work, told.finite))
-                    members = told.ids[i] < data.num_clients
-                    broken = told.ids[i][told.broken[i]]
-                    if not (math.isfinite(loss) and finite):
-                        if files is not None:
-                            files.log(history[start:])
-                        raise DivergedError(diverged(start + i + 1, broken, int(members.sum()), data, files))
-                    history.append({'round': start + i + 1, 'loss': loss, 'padded_work': padded,
-                                    'broken': len(broken), 'seconds': seconds})  # fmt: skip
+                keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(start, stop))
+                state, report, seconds = step(keys, state, data)
+                new, trouble = rows(report, start, seconds, data)
+                if trouble:
+                    raise DivergedError(trouble + given_up(files, new))
                 if evaluate is not None and evaluated(stop):
-                    history[-1] |= {k: float(v) for k, v in jax.device_get(evaluate(state)).items()}
+                    new[-1] |= {k: float(v) for k, v in jax.device_get(evaluate(state)).items()}
+                history += new
                 if files is not None:
-                    files.log(history[start:stop])
+                    files.log(new)
                     if stop % every == 0 or stop == rounds:
                         files.save(stop, state, key, history)
-                bar.at(stop, shown(history, int(members.sum())))
-    return Run(state, history, compile_seconds, speed(history))
+                if on_round is not None:
+                    for row in new:
+                        on_round(row, state)
+                bar.at(stop, shown(history, cohort or data.num_clients))
+    return Run(state, history, step.compile_seconds, speed(history))
+
+
+def placed(mesh: Mesh, state: State, data: FederatedData) -> tuple[State, FederatedData]:
+    """State and data on the devices of a mesh; client states that are kept off the devices stay there."""
+    if not isinstance(state.clients, population.Store):
+        return devices.place(mesh, state, data)
+    (server, _), data = devices.place(mesh, State(state.server, ()), data)
+    return State(server, state.clients), data
+
+
+class Rounds:
+    """Compiled rounds, several in a call: `(keys [R], state, data) -> (state, reports [R, ...], seconds a round)`.
+
+    Attributes:
+      compile_seconds: what compiling has taken.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, state: State, *, cohort: int | None, chunk: int | None, mesh: Mesh | None
+    ) -> None:
+        """Compiles nothing yet. Arguments are those of `simulate.make_round`, and a state of the kind that comes."""
+        self.compile_seconds = 0.0
+        self._executables: dict[int, Any] = {}
+        self._lazy = isinstance(state.clients, population.Store)
+        if self._lazy:
+            alone = population.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh)  # compiles itself
+
+            def one(keys: Array, state: State, data: FederatedData) -> tuple[State, simulate.Report]:
+                state, report = alone(keys[0], state, data)
+                return state, jax.tree.map(lambda u: u[None], report)
+
+            self._rounds: Any = one
+        else:
+            round = simulate.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh)
+            self._rounds = simulate.compiled(simulate.several(round))
+
+    def ready(self, count: int) -> bool:
+        """Whether a call of that many rounds runs at once."""
+        return count in self._executables
+
+    def __call__(self, keys: Array, state: State, data: FederatedData) -> tuple[State, simulate.Report, float]:
+        begin = time.perf_counter()
+        if not self.ready(len(keys)):
+            made = self._rounds if self._lazy else self._rounds.lower(keys, state, data).compile()
+            self._executables[len(keys)] = made
+            self.compile_seconds += time.perf_counter() - begin
+            begin = time.perf_counter()
+        state, report = self._executables[len(keys)](keys, state, data)
+        report = jax.device_get(report._replace(info=()))
+        return state, report, (time.perf_counter() - begin) / len(keys)
+
+
+def about(algorithm: Algorithm, data: FederatedData, cohort: int | None) -> dict[str, str]:
+    """What a run must have in common with the one that it continues, beside the key."""
+    return {
+        'algorithm': fingerprint.of_algorithm(algorithm),
+        'data': fingerprint.of_arrays(data),
+        'cohort': str(cohort),
+    }
+
+
+def begun(files: Files, state: State, key: Array, rounds: int, resume: bool) -> tuple[list[Row], State]:
+    """History and state to begin with: those of the run in the directory, if it is to be resumed.
+
+    Raises:
+      ValueError: if there is one that is not to be resumed, or of more rounds.
+      CheckpointError: as `Files.restore`.
+    """
+    if not resume:
+        if files.begun():
+            raise ValueError(f'{files.out} already holds a run: resume it, or choose another directory')
+        return [], state
+    history, state = files.restore(state, key)
+    if len(history) > rounds:
+        raise ValueError(f'{files.out} already holds {len(history)} rounds, more than the {rounds} asked for')
+    return history, state
+
+
+def check_memory(
+    algorithm: Algorithm,
+    state: State,
+    data: FederatedData,
+    cohort: int | None,
+    chunk: int | None,
+    limit: float | None,
+) -> None:
+    """Raises MemoryError as `footprint.check`, also for states that are kept off the devices."""
+    if isinstance(store := state.clients, population.Store):  # what travels to the devices: the states of a cohort
+        members, first = cohort or store.num_clients, store.take(np.arange(1))
+        state = state._replace(
+            clients=jax.tree.map(lambda u: jax.ShapeDtypeStruct((members, *u.shape[1:]), u.dtype), first)
+        )
+    footprint.check(algorithm, state, data, cohort=cohort, chunk=chunk, limit=limit)
+
+
+def rows(report: simulate.Report, start: int, seconds: float, data: FederatedData) -> tuple[list[Row], str]:
+    """The rows of a call's rounds, of which the first is round `start + 1`.
+
+    Up to the first that left the server, or all clients, not finite; what is to be said of that one, or nothing.
+    """
+    good: list[Row] = []
+    for i, (loss, padded, finite) in enumerate(zip(report.loss, report.padded_work, report.finite, strict=True)):
+        broken = np.sort(report.ids[i][report.broken[i]])
+        if not (math.isfinite(loss) and finite):
+            members = int((report.ids[i] < data.num_clients).sum())
+            return good, diverged(start + i + 1, broken, members, data)
+        good.append({'round': start + i + 1, 'loss': float(loss), 'padded_work': float(padded), 'broken': len(broken),
+                     'seconds': seconds})  # fmt: skip
+    return good, ''
+
+
+def given_up(files: Files | None, good: list[Row]) -> str:
+    """Logs the last rounds that were good, of a run that cannot go on; says where it could be taken up again."""
+    if files is None:
+        return ''
+    files.log(good)
+    newest = files.newest()
+    return f'. The last good checkpoint is that of round {newest}' if newest else ''
 
 
 def calls(first: int, rounds: int, at_most: int, due: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
@@ -208,22 +299,20 @@ def shown(history: list[Row], members: int) -> str:
     return ', '.join([*text, f'{speed(history):.2f} rounds/s'])
 
 
-def diverged(round: int, broken: np.ndarray, members: int, data: FederatedData, files: Files | None) -> str:
+def diverged(round: int, broken: np.ndarray, members: int, data: FederatedData) -> str:
     """What is said of a run that cannot go on."""
     text = f'training diverged in round {round}: the server or all losses are not finite'
     if len(broken):
-        names = ', '.join(map(str, sorted(broken.tolist())[:10])) + (', ...' if len(broken) > 10 else '')
+        names = ', '.join(map(str, broken[:10])) + (', ...' if len(broken) > 10 else '')
         text += f'; {len(broken)} of {members} clients are not finite: {names}'
-    kept = files.newest() if files is not None else None
-    advice = cause(broken, data)
-    return f'{text}; {advice}' + (f'. The last good checkpoint is that of round {kept}' if kept else '')
+    return f'{text}; {cause(broken, data)}'
 
 
 def cause(broken: np.ndarray, data: FederatedData) -> str:
     """Why clients broke, as far as their data tell, and what to do."""
     if not len(broken):
         return "no client is broken, so that it is the server's step: begin a new run with a lower server rate"
-    for k in sorted(broken.tolist()):
+    for k in broken:
         index, size = (fingerprint.on_host(u) for u in (data.index[k], data.size[k]))
         x, y = (fingerprint.on_host(u[index[: int(size)]]) for u in (data.x, data.y))
         if np.issubdtype(x.dtype, np.inexact) and not np.isfinite(x.astype(np.float32)).all():

@@ -1,0 +1,60 @@
+"""Watching a run from elsewhere: trackers for `training.run(on_round=...)`.
+
+    with watch.tensorboard('runs/board') as tracker:
+        training.run(algorithm, key, state, data, rounds=200, on_round=tracker)
+
+A tracker is a function of a round's row and the state after it, so that one of your own is a few lines, and several are
+a loop. A resumed run tells them only of the rounds that are new.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedjax_nc.base import State
+from fedjax_nc.checkpoints import Row
+from fedjax_nc.training import OnRound
+
+
+@contextlib.contextmanager
+def tensorboard(folder: str | Path) -> Iterator[OnRound]:
+    """Writes events that TensorBoard shows: a scalar for each entry of a row, at the round's number.
+
+    Raises:
+      ImportError: without tensorboardX.
+    """
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise ImportError('TensorBoard\'s events need tensorboardX: pip install "fedjax_nc[watch]"') from error
+    with SummaryWriter(str(folder)) as writer:
+
+        def tracker(row: Row, state: State) -> None:
+            for name, value in measured(row).items():
+                writer.add_scalar(name, value, int(row['round']))
+
+        yield tracker
+
+
+def wandb(run: Any) -> OnRound:
+    """For a run of Weights & Biases, `wandb.init(...)`, which stays the caller's to finish."""
+
+    def tracker(row: Row, state: State) -> None:
+        run.log(measured(row), step=int(row['round']))
+
+    return tracker
+
+
+def mlflow(client: Any) -> OnRound:
+    """For MLflow, the module with an active run: `mlflow.start_run(); watch.mlflow(mlflow)`."""
+
+    def tracker(row: Row, state: State) -> None:
+        client.log_metrics(measured(row), step=int(row['round']))
+
+    return tracker
+
+
+def measured(row: Row) -> Row:
+    """A row without its number."""
+    return {name: value for name, value in row.items() if name != 'round'}
