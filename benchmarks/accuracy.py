@@ -9,15 +9,13 @@ interrupted is continued, so that the same command can be given until the table 
 
 import argparse
 import contextlib
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent / 'examples'))
-import cifar
+from fedjax_nc.experiments import command, pipeline
 
 REDUCED = ['--model', 'cnn', '--participation', '0.25', '--rounds', '60', '--eval-every', '5']
 FEDETF = ['--lr', '0.01', '--batch-size', '32']
@@ -93,12 +91,13 @@ def finished(out: Path, arguments: list[str]) -> dict[str, Any]:
     """
     argv, path = [*arguments, '--out', str(out), '--resume'], out / 'summary.json'
     if path.exists():
-        config = cifar.settle(cifar.arguments(argv))
+        setting = command.setting_of(command.arguments(argv, 'accuracy.py', ''))
+        pipeline.settle(setting, out, resume=True)
         with contextlib.suppress(ValueError, KeyError):  # a damaged summary is made anew
-            summary = cifar.known(path)
-            if summary['rounds'] == config['rounds'] and summary['personal_accuracy'] is not None:
+            summary = pipeline.known(path)
+            if summary['rounds'] == setting.rounds and summary['personal_accuracy'] is not None:
                 return summary
-    return cifar.main(argv)
+    return command.main(argv, prog='accuracy.py')
 
 
 def table(setting: Setting, summaries: dict[str, list[dict[str, Any]]]) -> str:
@@ -142,7 +141,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except cifar.PROBLEMS as problem:
-        sys.exit(f'accuracy.py: error: {" ".join(str(problem).split())}')
+    command.script(main, 'accuracy.py', resume=None)

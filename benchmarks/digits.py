@@ -26,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 import results
 
-from fedjax_nc import data, evaluate, local, models, recipes, simulate
+from fedjax_nc import data, evaluate, local, models, simulate
 from fedjax_nc.algorithms import moon
 from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State
+from fedjax_nc.experiments import recipes
 from fedjax_nc.models import layers
 
 CLIENTS, COHORT, ALPHA, WIDTHS, TIMED = 20, 5, 0.1, (64, 64), 20

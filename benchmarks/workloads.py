@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import data, heads, local, losses, models, recipes
+from fedjax_nc import data, heads, local, losses, models
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Algorithm, FederatedData
+from fedjax_nc.experiments import recipes
 from fedjax_nc.objective import objective
 
 MODELS = {'mlp': models.MLP, 'cnn': models.CNN, 'cnn_mcmahan': models.McMahanCNN, 'resnet20': models.ResNet20}

@@ -11,7 +11,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from fedjax_nc import data, evaluate, local, models, plots, recipes, simulate, training
+from fedjax_nc import data, evaluate, local, models, plots, simulate, training
+from fedjax_nc.experiments import recipes
 
 CLIENTS, COHORT, ALPHA = 20, 5, 0.1
 LR, PLAN, SCALE = 0.02, local.Plan(batch_size=16, epochs=10), 4.0

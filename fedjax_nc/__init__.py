@@ -13,6 +13,7 @@ from fedjax_nc import classwise as classwise
 from fedjax_nc import data as data
 from fedjax_nc import devices as devices
 from fedjax_nc import evaluate as evaluate
+from fedjax_nc import experiments as experiments
 from fedjax_nc import fingerprint as fingerprint
 from fedjax_nc import footprint as footprint
 from fedjax_nc import frames as frames
@@ -27,7 +28,6 @@ from fedjax_nc import objective as objective
 from fedjax_nc import plots as plots
 from fedjax_nc import population as population
 from fedjax_nc import privacy as privacy
-from fedjax_nc import recipes as recipes
 from fedjax_nc import server_optimizers as server_optimizers
 from fedjax_nc import simulate as simulate
 from fedjax_nc import training as training

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import aggregators, data, evaluate, heads, local, losses, models, recipes, simulate, training
+from fedjax_nc import aggregators, data, evaluate, heads, local, losses, models, simulate, training
 from fedjax_nc.algorithms import fedavg, fedetf
+from fedjax_nc.experiments import recipes
 from fedjax_nc.objective import objective
 
 PLAN = local.Plan(batch_size=8, epochs=2)

@@ -164,7 +164,7 @@ def blocks(language):
     return re.findall(rf'```{language}\n(.*?)```', README, re.DOTALL)
 
 
-def test_readme_programs_run(capsys):
+def test_readme_programs_run(capsys, tmp_path, monkeypatch):
     namespace: dict = {}
     exec(blocks('python')[0], namespace)
     assert namespace['general'] > 0.8
@@ -172,7 +172,11 @@ def test_readme_programs_run(capsys):
     exec(blocks('python')[1], namespace)
     assert namespace['after'] > namespace['before'] + 0.05
     assert namespace['fair'].mean > 0.8
+    monkeypatch.chdir(tmp_path)
     exec(blocks('python')[2], namespace)
+    assert namespace['summary']['personal_accuracy'] > 0.5
+    assert [path.name for path in (tmp_path / 'runs').iterdir()] == [namespace['setting'].digest]
+    exec(blocks('python')[3], namespace)
     assert 0 < float(namespace['report'].loss) < 3
 
 
@@ -219,47 +223,3 @@ def test_a_method_without_a_generic_model_has_personal_accuracy_alone(run, tmp_p
     assert not [name for name in summary if name.startswith('global') or 'before' in name]
     assert (tmp_path / 'accuracy.png').exists()
     assert 'accuracy_personal' in (tmp_path / 'metrics.jsonl').read_text()
-
-
-def test_the_server_of_ratio_loss_has_63_examples_of_each_class(run, tmp_path, monkeypatch):
-    args = run.arguments([*SMALL, str(tmp_path), '--algorithm', 'ratioloss'])
-    given = {}
-    monkeypatch.setitem(run.recipes.RECIPES, 'ratioloss', lambda *_, **kwargs: given.update(kwargs))
-    run.build(args, run.load(args)[0])
-    np.testing.assert_array_equal(given['auxiliary'].counts, 63 * np.eye(10))
-    assert given['server_opt'] is None
-
-
-@pytest.mark.parametrize(('choice', 'step'), [(['--server-lr', '0.3'], 0.3), (['--server-optimizer', 'fedavgm'], 0.1)])
-def test_server_optimizers_have_their_rate_or_the_one_given(run, tmp_path, monkeypatch, choice, step):
-    args = run.arguments([*SMALL, str(tmp_path), '--algorithm', 'fedavg', '--loss', 'balanced_softmax', *choice])
-    given = {}
-    monkeypatch.setitem(run.recipes.RECIPES, 'fedavg', lambda *_, **kwargs: given.update(kwargs))
-    run.build(args, run.load(args)[0])
-    opt, theta = given['server_opt'], np.float32(0)
-    update, _ = opt.update(np.float32(-1), opt.init(theta), theta)
-    np.testing.assert_allclose(update, step, rtol=1e-6)
-    assert (given['head'], given['loss']) == (None, 'balanced_softmax')
-
-
-def test_a_run_begun_before_there_were_choices_is_resumed(run, tmp_path):
-    argv = [*SMALL, str(tmp_path), '--algorithm', 'fedavg', '--resume']
-    config = run.settle(run.arguments(argv))
-    for name in ('head', 'loss', 'server_optimizer', 'server_lr', 'devices'):
-        del config[name]
-    run.write(tmp_path / 'config.json', config)
-    assert run.settle(run.arguments(argv))['devices'] == 1
-    with pytest.raises(ValueError, match='head was None and is now etf'):
-        run.settle(run.arguments([*argv, '--head', 'etf']))
-
-
-def test_a_run_with_memory_is_not_made_longer(run, tmp_path):
-    """When its memory begins depends on how many rounds there will be."""
-    for name, refused in (('fedetf_gmv', True), ('fedavg', False)):
-        argv = ['--dataset', 'digits', '--algorithm', name, '--out', str(tmp_path / name), '--resume', '--rounds']
-        run.write(tmp_path / name / 'config.json', run.settle(run.arguments([*argv, '5'])))
-        if refused:
-            with pytest.raises(ValueError, match='rounds was 5 and is now 9'):
-                run.settle(run.arguments([*argv, '9']))
-        else:
-            assert run.settle(run.arguments([*argv, '9']))['rounds'] == 9

@@ -8,10 +8,11 @@ import optax
 import pytest
 import toys
 
-from fedjax_nc import evaluate, local, losses, recipes, simulate
+from fedjax_nc import evaluate, local, losses, simulate
 from fedjax_nc.algorithms import fedavg, fedetf
 from fedjax_nc.base import Model
 from fedjax_nc.data import dirichlet, federate, load_dataset
+from fedjax_nc.experiments import recipes
 from fedjax_nc.models import MLP, from_flax, layers
 
 

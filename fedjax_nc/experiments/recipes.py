@@ -7,6 +7,7 @@ weighed as each method has it, unless `weigh` says how for all.
 
 import functools
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,6 +60,7 @@ class Setup(NamedTuple):
     rounds: int
     auxiliary: FederatedData | None
     weigh: str | None
+    options: Mapping[str, Any]  # further arguments of the factory
 
     @property
     def task(self) -> Objective:
@@ -66,7 +68,7 @@ class Setup(NamedTuple):
 
     @property
     def common(self) -> dict[str, Any]:
-        return {'plan': self.plan, 'server_opt': self.server_opt, **WEIGHTS[self.weigh]}
+        return {'plan': self.plan, 'server_opt': self.server_opt, **WEIGHTS[self.weigh], **self.options}
 
     def finetune(self, task: Objective | None = None, **kwargs: Any) -> Algorithm:
         """One more local update, which gives personal models to a method without any."""
@@ -143,6 +145,7 @@ class Method(NamedTuple):
         rounds: int = 200,
         auxiliary: FederatedData | None = None,
         weigh: str | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Recipe:
         """The method's recipe. It ignores what it has no use for, but for a head, loss or server optimizer.
 
@@ -160,6 +163,7 @@ class Method(NamedTuple):
           rounds: how long training will be.
           auxiliary: the server's own examples, one client a class, which Ratio Loss needs; see `auxiliary`.
           weigh: one of `WEIGHTS`; by default as the method has it.
+          options: further arguments of the method's factory, such as `{'mu': 0.1}`.
 
         Raises:
           ValueError: for a choice that the method does not have; it says which there are.
@@ -179,8 +183,15 @@ class Method(NamedTuple):
             raise ValueError(f'{self.name} has no server model to optimize; these have one: {", ".join(possible)}')
         made, learned = HEADS[head](dim, 1.0 if angular else scale, not angular), head in LEARNED
         opts, values = (client_opt, personal_opt or client_opt), LOSSES[loss]
-        setup = Setup(model, *opts, plan, made, learned, values, server_opt, dim, scale, rounds, auxiliary, weigh)
-        return self.make(setup)
+        setup = Setup(
+            model, *opts, plan, made, learned, values, server_opt, dim, scale, rounds, auxiliary, weigh, options
+        )
+        try:
+            return self.make(setup)
+        except TypeError as error:
+            if not options:
+                raise
+            raise ValueError(f'{self.name} cannot take the options {dict(options)}: {error}') from error
 
 
 def auxiliary(x: Any, y: Any, num_classes: int, each: int = 63) -> FederatedData:
@@ -193,7 +204,7 @@ def auxiliary(x: Any, y: Any, num_classes: int, each: int = 63) -> FederatedData
 
 def shared(factory: Callable[..., Algorithm], **kwargs: Any) -> Callable[[Setup], Recipe]:
     """A method that trains one model for all; one more local update makes the personal models."""
-    return lambda s: Recipe(factory(s.task, s.client_opt, **s.common, **kwargs), s.finetune())
+    return lambda s: Recipe(factory(s.task, s.client_opt, **{**kwargs, **s.common}), s.finetune())
 
 
 def private(factory: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
@@ -204,38 +215,40 @@ def private(factory: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
 
 def ditto_recipe(s: Setup) -> Recipe:
     """Ditto, whose clients keep whole personal models."""
-    return Recipe(alg.ditto.algorithm(s.task, s.client_opt, personal_opt=s.personal_opt, **s.common))
+    return Recipe(alg.ditto.algorithm(s.task, s.client_opt, **{'personal_opt': s.personal_opt, **s.common}))
 
 
 def fedrep_recipe(s: Setup) -> Recipe:
     """FedRep with as many epochs for the head as for the body."""
-    train = alg.fedrep.algorithm(s.task, s.client_opt, head_epochs=s.plan.epochs, **s.common)
+    train = alg.fedrep.algorithm(s.task, s.client_opt, **{'head_epochs': s.plan.epochs, **s.common})
     return Recipe(alg.latest.keep(train))
 
 
 def fedproto_recipe(s: Setup) -> Recipe:
     """FedProto, where weighing clients by examples means their class means."""
     weigh = 'counts' if s.weigh == 'examples' else 'holders'
-    return Recipe(alg.fedproto.algorithm(s.task, s.client_opt, weigh=weigh, plan=s.plan), generic=False)
+    kwargs = {'weigh': weigh, 'plan': s.plan, **s.options}
+    return Recipe(alg.fedproto.algorithm(s.task, s.client_opt, **kwargs), generic=False)
 
 
 def solo_recipe(s: Setup) -> Recipe:
     """Local training. Where few clients take part in a round, a falling rate falls for those who do not, too."""
-    return Recipe(alg.solo.algorithm(s.task, s.client_opt, plan=s.plan), generic=False)
+    return Recipe(alg.solo.algorithm(s.task, s.client_opt, plan=s.plan, **s.options), generic=False)
 
 
 def feddyn_recipe(s: Setup) -> Recipe:
     """FedDyn, which weighs clients by its penalty: its means are plain."""
     train = alg.feddyn.algorithm(
-        s.task, s.client_opt, by_examples=s.weigh == 'examples', plan=s.plan, server_opt=s.server_opt
+        s.task, s.client_opt, by_examples=s.weigh == 'examples', plan=s.plan, server_opt=s.server_opt, **s.options
     )
     return Recipe(train, s.finetune())
 
 
 def fedprox_recipe(s: Setup) -> Recipe:
     """FedProx at mu = 0.001, as FedETF's comparison ran it; the anchor stays while models are made personal."""
-    train = alg.fedprox.algorithm(s.task, s.client_opt, mu=0.001, **s.common)
-    return Recipe(train, s.finetune(penalty=alg.fedprox.proximal(0.001)))
+    kwargs = {'mu': 0.001, **s.common}
+    train = alg.fedprox.algorithm(s.task, s.client_opt, **kwargs)
+    return Recipe(train, s.finetune(penalty=alg.fedprox.proximal(kwargs['mu'])))
 
 
 def moon_recipe(s: Setup) -> Recipe:
@@ -257,7 +270,8 @@ def ratioloss_recipe(s: Setup) -> Recipe:
     if s.auxiliary is None:
         raise ValueError('ratioloss needs examples of every class on the server: pass auxiliary=recipes.auxiliary(...)')
     cap = s.auxiliary.num_classes
-    train = alg.ratioloss.algorithm(s.model, s.client_opt, auxiliary=s.auxiliary, cap=cap, head=s.head, **s.common)
+    kwargs = {'auxiliary': s.auxiliary, 'cap': cap, 'head': s.head, **s.common}
+    train = alg.ratioloss.algorithm(s.model, s.client_opt, **kwargs)
     return Recipe(train, s.finetune(alg.ratioloss.weighing(s.task)))
 
 
@@ -287,19 +301,20 @@ def fedrod_recipe(s: Setup) -> Recipe:
 
 def fedetf_recipe(s: Setup) -> Recipe:
     """FedETF with both stages of personalisation, 20 turns of classifier and projection."""
-    train = alg.fedetf.algorithm(s.model, s.client_opt, dim=s.dim, scale=s.scale, **s.common)
+    train = alg.fedetf.algorithm(s.model, s.client_opt, **{'dim': s.dim, 'scale': s.scale, **s.common})
     return Recipe(train, alg.fedetf.personalize(s.model, s.client_opt, plan=s.plan))
 
 
 def fedetf_gmv_recipe(s: Setup) -> Recipe:
     """FedAvg_ETF whose memory acts in the last two fifths of the rounds; one more local update makes it personal."""
-    train = alg.fedetf_gmv.algorithm(s.model, s.client_opt, warm=round(0.6 * s.rounds), head=s.head, **s.common)
+    kwargs = {'warm': round(0.6 * s.rounds), 'head': s.head, **s.common}
+    train = alg.fedetf_gmv.algorithm(s.model, s.client_opt, **kwargs)
     return Recipe(train, s.finetune(remembering(s.task)))
 
 
 def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
     """FedNH or FedUH with a learned scale; one more local update makes the personal models."""
-    return lambda s: Recipe(method(s.model, s.client_opt, scale=s.scale, **s.common), s.finetune())
+    return lambda s: Recipe(method(s.model, s.client_opt, **{'scale': s.scale, **s.common}), s.finetune())
 
 
 def ccvr_recipe(s: Setup) -> Recipe:

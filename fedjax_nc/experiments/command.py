@@ -1,0 +1,185 @@
+"""A run from a command line. Whatever a user can cause and mend ends in one line."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import Mesh
+
+from fedjax_nc import data, devices, training
+from fedjax_nc.experiments import pipeline, recipes
+from fedjax_nc.experiments.setting import DATASETS, MODELS, PARTITIONS, Setting, described
+
+IMBALANCE = (
+    'largest class over smallest of a long-tailed training set; it is spread over clients, who are tested on parts '
+    'of the test set, as in FedLoGe'
+)
+PROBLEMS = (  # what a user can cause and mend
+    ValueError, ImportError, OSError, MemoryError,
+    data.DatasetUnavailableError, training.DivergedError, training.CheckpointError, jax.errors.JaxRuntimeError,
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends with one line instead of the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'{self.prog}: error: {message}\n')
+
+
+def number(kind: type, low: float, high: float = float('inf'), open_low: bool = False) -> Callable[[str], Any]:
+    """A parser of numbers in a range."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f'{text!r} is not a {"whole " if kind is int else ""}number') from None
+        if not low <= value <= high or (open_low and value == low):
+            above = f'above {low:g}' if open_low else f'at least {low:g}'
+            bound = above + (f' and at most {high:g}' if high < float('inf') else '')
+            raise argparse.ArgumentTypeError(f'{text} is out of range, it must be {bound}')
+        return value
+
+    return parse
+
+
+def options(text: str) -> dict[str, Any]:
+    """Parses NAME=VALUE, where VALUE is JSON or a word."""
+    name, given, value = text.partition('=')
+    if not given or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f'{text!r} is not NAME=VALUE')
+    with contextlib.suppress(ValueError):
+        return {name: json.loads(value)}
+    return {name: value}
+
+
+def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.Namespace:
+    """A command line, with the defaults of `Setting`."""
+    count, positive = number(int, 1, 10**6), number(float, 0, open_low=True)
+    parser = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--dataset', choices=DATASETS)
+    parser.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
+    parser.add_argument('--algorithm', choices=list(recipes.RECIPES))
+    parser.add_argument(
+        '--options', nargs='+', type=options, metavar='NAME=VALUE', help="further arguments of the algorithm's factory"
+    )
+    parser.add_argument('--head', choices=list(recipes.HEADS), help="by default the algorithm's own")
+    parser.add_argument('--loss', choices=list(recipes.LOSSES), help="by default the algorithm's own")
+    parser.add_argument(
+        '--server-optimizer', choices=list(recipes.SERVER_OPTIMIZERS), help='by default plain averaging'
+    )
+    parser.add_argument('--server-lr', type=positive, help="by default the server optimizer's own, 1 for sgd")
+    parser.add_argument('--weigh', choices=['examples', 'alike'], help='how clients count; by default as published')
+    parser.add_argument('--model', choices=list(MODELS), help='by default resnet20, and mlp for digits')
+    parser.add_argument('--norm', choices=['batch', 'group'], help='of ResNets and MobileNet')
+    parser.add_argument('--crop', type=number(int, 0), help='pixels by which training images are cropped at random')
+    parser.add_argument('--flip', action='store_true', default=None, help='mirror training images at random')
+    parser.add_argument('--clients', type=count)
+    parser.add_argument('--participation', type=number(float, 0, 1, open_low=True), help='share a round')
+    parser.add_argument('--partition', choices=list(PARTITIONS), help='by default dirichlet')
+    parser.add_argument('--alpha', type=positive, help='of Dirichlet partitions')
+    parser.add_argument('--classes-per-client', type=count, help='of shards')
+    parser.add_argument('--test-share', type=number(float, 0, 1, open_low=True), help="of clients' examples")
+    parser.add_argument('--imbalance', type=number(float, 1), help=IMBALANCE)
+    parser.add_argument('--rounds', type=count)
+    parser.add_argument('--local-epochs', type=count)
+    parser.add_argument('--batch-size', type=count)
+    parser.add_argument('--lr', type=positive, help='by default 0.04, 0.01 for cifar100 and 0.02 for digits')
+    parser.add_argument('--momentum', type=number(float, 0, 1))
+    parser.add_argument('--weight-decay', type=number(float, 0))
+    parser.add_argument('--lr-decay', type=number(float, 0, 1, open_low=True), help='factor a round')
+    parser.add_argument('--clip', type=positive, help='largest norm of a gradient')
+    parser.add_argument('--seed', type=number(int, 0, 2**31 - 1))
+    parser.add_argument(
+        '--clients-per-chunk', type=count, help='clients side by side; chosen for the device by default'
+    )
+    parser.add_argument('--devices', type=count, default=1, help='that share the clients; a CPU is cut up into as many')
+    parser.add_argument('--precision', choices=['float32', 'bfloat16'])
+    parser.add_argument('--eval-every', type=count)
+    parser.add_argument('--max-examples', type=count, help='use a class-balanced part of the training set')
+    parser.add_argument('--setting', type=Path, help='a JSON or TOML file with the same names; flags come on top of it')
+    parser.add_argument('--out', type=Path, default=Path('runs/cifar'))
+    parser.add_argument('--resume', action='store_true', help='continue the run in --out, or begin it')
+    return parser.parse_args(argv)
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    """The setting of a command line: what is given, on top of the file if there is one."""
+    base = {}
+    if args.setting:
+        Setting.read(args.setting)  # with the file's name in what is wrong
+        base = described(args.setting)
+    names = {field.name for field in dataclasses.fields(Setting)}
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    if 'options' in given:
+        given['options'] = {name: value for part in given['options'] for name, value in part.items()}
+    return Setting.of({**base, **given})
+
+
+def prepare(count: int) -> Mesh | None:
+    """The devices to use, if more than one: before anything else has touched them.
+
+    Raises:
+      ValueError: if there are fewer.
+    """
+    if count == 1:
+        return None
+    with contextlib.suppress(RuntimeError):  # a process that has begun keeps the devices it has
+        # Far more devices than cores would abort the process.
+        jax.config.update('jax_num_cpu_devices', min(count, max(8, os.cpu_count() or 1)))
+    if len(jax.devices()) < count:
+        raise ValueError(f'--devices {count}: at most {len(jax.devices())} can be had here')
+    return devices.mesh(jax.devices()[:count])
+
+
+def main(argv: list[str] | None = None, *, prog: str = 'cifar.py', description: str = __doc__) -> dict[str, Any]:
+    """Runs what a command line says, and prints what came of it."""
+    args = arguments(argv, prog, description)
+    setting, mesh = setting_of(args), prepare(args.devices)
+    where = {'data_dir': args.data_dir and str(args.data_dir), 'out': str(args.out)}
+    summary = pipeline.run(
+        setting, args.out, data_dir=args.data_dir, resume=args.resume, chunk=args.clients_per_chunk, mesh=mesh,
+        record={**where, 'clients_per_chunk': args.clients_per_chunk, 'devices': args.devices},
+    )  # fmt: skip
+    for name in ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy_before', 'personal_accuracy'):
+        if name in summary:
+            print(f'{name:26} {100 * summary[name]:6.2f} %')
+    print(f'{"rounds_per_second":26} {summary["rounds_per_second"]:6.2f}\nwritten to {args.out}')
+    return summary
+
+
+def script(main: Callable[[], Any], prog: str, resume: str | None = '--resume') -> None:
+    """Runs `main` as a program: problems and signals end it with one line.
+
+    Args:
+      main: what to run.
+      prog: its name.
+      resume: the flag with which it goes on from where it was stopped, if it needs one.
+    """
+
+    def stop(number: int, frame: Any) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    for sent in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sent, stop)
+    warnings.showwarning = lambda message, *rest: print(f'{prog}: warning: {message}', file=sys.stderr)
+    try:
+        main()
+    except PROBLEMS as problem:
+        sys.exit(f'{prog}: error: {" ".join(str(problem).split())}')
+    except KeyboardInterrupt as stopped:
+        again = [*sys.argv, *([resume] if resume and resume not in sys.argv else [])]
+        print(f'\n{prog}: stopped; go on with: python {shlex.join(again)}', file=sys.stderr, flush=True)
+        # At once: what the library may still hold open was never finished, and is not what is resumed from.
+        os._exit(128 + int(stopped.args[0] if stopped.args else signal.SIGINT))

@@ -1,0 +1,294 @@
+"""A run from its data to its summary: train, calibrate, make personal, evaluate, sum up."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fedjax_nc import checkpoints, data, evaluate, local, memory, models, plots, simulate, training
+from fedjax_nc.base import Algorithm, Array, FederatedData, State
+from fedjax_nc.data import images
+from fedjax_nc.experiments import recipes
+from fedjax_nc.experiments.setting import MODELS, PARTITIONS, Setting
+
+ETF: dict[str, dict[str, Any]] = {
+    'cnn': {'dim': 64, 'scale': 10.0}
+}  # FedETF's frame and first temperature; C and 1 for the other models
+FREE = ('rounds', 'eval_every')  # what may differ when a run is resumed
+
+
+def run(
+    setting: Setting,
+    out: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    resume: bool = False,
+    chunk: int | None = None,
+    mesh: Mesh | None = None,
+    record: dict[str, Any] | None = None,
+    on_round: training.OnRound | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Carries out a run, and returns its summary.
+
+    Writes `config.json`, `metrics.jsonl`, `metrics.csv`, `summary.json`, `accuracy.png` and `checkpoints/` into `out`,
+    which it holds as long as it lasts.
+
+    Args:
+      setting: what to run.
+      out: where its files go.
+      data_dir: where data sets lie or are put.
+      resume: continue the run in `out`, or begin it.
+      chunk: clients side by side.
+      mesh: devices that share the clients, from `devices.mesh`.
+      record: what `config.json` says beside the setting.
+      on_round: as for `training.run`.
+      progress: whether it is shown.
+
+    Raises:
+      ValueError: for a setting that cannot be, or an `out` that is in use, or holds a run that is not to be resumed or
+        has other settings; and as `data.load_dataset` and `training.run`.
+      DivergedError: if training or the personal models diverged.
+    """
+    out = Path(out)
+    with checkpoints.holding(out):
+        settle(setting, out, resume)
+        return _run(setting, out, data_dir, resume, chunk, mesh, record or {}, on_round, progress)
+
+
+def _run(
+    setting: Setting,
+    out: Path,
+    data_dir: str | Path | None,
+    resume: bool,
+    chunk: int | None,
+    mesh: Mesh | None,
+    record: dict[str, Any],
+    on_round: training.OnRound | None,
+    progress: bool,
+) -> dict[str, Any]:
+    scene = load(setting, data_dir)
+    recipe = build(setting, scene[0])
+    k_init, k_train, k_tune = jax.random.split(jax.random.key(setting.seed), 3)
+    state = simulate.init(recipe.train, k_init, scene[1])
+    config = {**setting.plain(), **record}
+    if not (out / 'config.json').exists():
+        write(out / 'config.json', config)
+    measure = Measures(setting, recipe, scene, k_train, k_tune, chunk)
+    done = training.run(
+        recipe.train, k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort, chunk=chunk, mesh=mesh,
+        evaluate=measure.general, eval_every=setting.eval_every, out=out, resume=resume, on_round=on_round,
+        progress=progress, name=setting.algorithm,
+    )  # fmt: skip
+    trained = done.state if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(done.state))
+    personal, tuned = measure.personal(trained)
+    summary = {
+        'algorithm': setting.algorithm,
+        'dataset': setting.dataset,
+        'rounds': setting.rounds,
+        **({'global_accuracy': done.history[-1]['accuracy']} if recipe.generic else {}),
+        **{
+            f'global_{name}_last5': training.last_mean(done.history, name)
+            for name in ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
+            if name in done.history[-1]
+        },
+        **personal,
+        'rounds_per_second': done.rounds_per_second,
+        'compile_seconds': done.compile_seconds or compiled_before(out),
+        'padded_work_share': float(np.mean([row['padded_work'] for row in done.history])),
+        'device': jax.devices()[0].device_kind,
+        'jax': jax.__version__,
+    }
+    write(out / 'config.json', config)  # a resumed run may be longer than it was begun
+    write(out / 'summary.json', summary)
+    shown = 'accuracy' if recipe.generic else 'accuracy_personal'
+    seen = [(row['round'], row[shown]) for row in done.history if shown in row]
+    rounds, values = (np.array(column) for column in zip(*seen, strict=True))
+    title = f'{setting.dataset}, {setting.clients} clients, {setting.partition}'
+    if setting.partition.startswith('dirichlet'):
+        title = f'{setting.dataset}, {setting.clients} clients, Dirichlet({setting.alpha:g})'
+    plots.accuracy_curves({setting.algorithm: (rounds, values)}, title=title).savefig(out / 'accuracy.png', dpi=150)
+    if not tuned:
+        raise training.DivergedError('the personal models diverged: begin a new run with a lower lr')
+    return summary
+
+
+Scene = tuple[data.Dataset, FederatedData, FederatedData]
+"""The data set, the clients' training data and their local tests."""
+
+
+def load(setting: Setting, data_dir: str | Path | None = None) -> Scene:
+    """The data of a run.
+
+    Raises:
+      ValueError: for a partition that cannot be, and as `data.load_dataset`.
+    """
+    dataset = data.load_dataset(setting.dataset, data_dir)
+    if setting.max_examples is not None:
+        dataset = data.subset(dataset, setting.max_examples, setting.seed)
+    if setting.imbalance > 1:
+        kept = data.long_tail(dataset.y_train, setting.imbalance, seed=setting.seed)
+        dataset = dataset._replace(x_train=dataset.x_train[kept], y_train=dataset.y_train[kept])
+    parts = PARTITIONS[setting.partition](dataset.y_train, setting)
+    clients = data.federate(dataset.x_train, dataset.y_train, parts, dataset.num_classes)
+    if setting.imbalance > 1:
+        x, y = dataset.x_test, dataset.y_test
+        return dataset, clients, data.matched_tests(clients.counts, x, y, total=len(y), seed=setting.seed)
+    return dataset, *data.split(clients, setting.test_share, seed=setting.seed)
+
+
+def build(setting: Setting, dataset: data.Dataset) -> recipes.Recipe:
+    """The method of a run.
+
+    Raises:
+      ValueError: for a head, loss, server optimizer or option that the method does not have.
+    """
+    norm = {'norm': setting.norm} if setting.model.startswith(('resnet', 'mobilenet')) else {}
+    module = MODELS[setting.model](dtype=jnp.dtype(setting.precision), **norm)
+    augment = images.pipeline(crop=setting.crop, flip=setting.flip) if setting.crop or setting.flip else None
+    server_opt = None
+    if setting.server_optimizer or setting.server_lr:
+        rate = {'lr': setting.server_lr} if setting.server_lr else {}
+        server_opt = recipes.SERVER_OPTIMIZERS[setting.server_optimizer or 'sgd'](**rate)
+    held = None
+    if setting.algorithm == 'ratioloss':
+        held = recipes.auxiliary(dataset.x_train, dataset.y_train, dataset.num_classes)
+    return recipes.RECIPES[setting.algorithm](
+        models.from_flax(module, augment),
+        local.sgd(setting.lr, setting.momentum, setting.weight_decay, setting.lr_decay, setting.clip),
+        local.Plan(setting.batch_size, setting.local_epochs),
+        head=setting.head, loss=setting.loss, server_opt=server_opt,
+        personal_opt=local.sgd(setting.lr, 0.0, 0.0, setting.lr_decay), rounds=setting.rounds, auxiliary=held,
+        weigh=setting.weigh, options=setting.options, **ETF.get(setting.model, {}),
+    )  # fmt: skip
+
+
+class Measures:
+    """What is measured of a run: while it trains, and when it is done."""
+
+    def __init__(
+        self, setting: Setting, recipe: recipes.Recipe, scene: Scene, k_train: Array, k_tune: Array, chunk: int | None
+    ) -> None:
+        self.setting, self.recipe, self.k_train, self.k_tune, self.chunk = setting, recipe, k_train, k_tune, chunk
+        self.dataset, self.train, self.test = scene
+        self.x_test, self.y_test = jnp.asarray(self.dataset.x_test), jnp.asarray(self.dataset.y_test)
+        self.groups = evaluate.groups(jnp.sum(self.train.counts, axis=0))
+        self.calibrate = None if recipe.calibrate is None else self.stage(recipe.calibrate)
+
+    def stage(self, algorithm: Algorithm) -> Callable[..., tuple[State, simulate.Report]]:
+        """One compiled round of all clients."""
+        return simulate.compiled(simulate.make_round(algorithm, chunk=self.chunk))
+
+    def delivered(self, state: State) -> tuple[Algorithm, State]:
+        """What has the generic model, if training ended here."""
+        if self.calibrate is None or self.recipe.calibrate is None:
+            return self.recipe.final, state
+        begun = simulate.join(self.recipe.calibrate, self.k_tune, state.server, self.setting.clients)
+        return self.recipe.calibrate, self.calibrate(self.k_tune, begun, self.train)[0]
+
+    def kept(self, state: State) -> evaluate.OverClients:
+        """Accuracies of what clients keep, of those that have taken part: the others have what all began with."""
+        setting = self.setting
+        took = simulate.participants(self.k_train, state.server.round, setting.clients, setting.cohort)
+        tables = evaluate.per_client(self.recipe.train, state, self.test)
+        return evaluate.over_clients(jnp.where(took[:, None, None], tables, 0))
+
+    def table(self, algorithm: Algorithm, state: State) -> Array:
+        """Counts of the generic model on the test set."""
+        return evaluate.generic(algorithm, state, self.x_test, self.y_test, self.dataset.num_classes)
+
+    def general(self, state: State) -> dict[str, Array]:
+        """The metrics of a round."""
+        if not self.recipe.generic:
+            return {'accuracy_personal': self.kept(state).mean}
+        table = self.table(*self.delivered(state))
+        seen = {'accuracy': evaluate.accuracy(table)}
+        if self.setting.imbalance > 1:
+            seen |= dict(zip(('many', 'medium', 'few'), evaluate.group_accuracy(table, self.groups), strict=True))
+        if self.recipe.refines:
+            seen['accuracy_trained'] = evaluate.accuracy(self.table(self.recipe.train, state))
+        v = state.server.variables
+        if 'memory' in v.fixed:
+            strength = memory.strength(v.fixed['memory'], v.fixed['head']['v'])
+            seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
+        return seen | ({'temperature': v.params['head']['scale']} if 'scale' in v.params['head'] else {})
+
+    def personal(self, state: State) -> tuple[dict[str, float | None], bool]:
+        """What the summary says of personal models, and whether they are finite; None stands for what is not."""
+        recipe, found = self.recipe, {}
+        algorithm, model = self.delivered(state)
+
+        def personalized(stage: Algorithm) -> tuple[State, simulate.Report]:
+            return self.stage(stage)(self.k_tune, recipe.enter(stage, self.k_tune, model, self.train), self.train)
+
+        tuned = True  # training that makes personal models has not diverged
+        if recipe.personalize is None:
+            after = self.kept(state)
+        else:
+            own, report = personalized(recipe.personalize)
+            tuned = all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves((own.clients, report.info.loss)))
+            after = evaluate.over_clients(evaluate.per_client(recipe.personalize, own, self.test))
+        found = {'': after.mean, '_std': after.std, '_pooled': after.pooled, '_low': after.low}
+        for name, variant in recipe.variants.items():
+            tables = evaluate.per_client(variant, personalized(variant)[0], self.test)
+            found[f'_{name}'] = evaluate.over_clients(tables).mean
+        told = {f'personal_accuracy{name}': float(value) if tuned else None for name, value in found.items()}
+        if recipe.generic:
+            before = evaluate.over_clients(evaluate.per_client(algorithm, model, self.test, personal=False))
+            told |= {
+                'personal_accuracy_before': float(before.mean),
+                'personal_accuracy_before_std': float(before.std),
+            }
+        return told, tuned
+
+
+def settle(setting: Setting, out: Path, resume: bool) -> None:
+    """Raises ValueError if `out` holds a run that is not to be resumed, or one with other settings."""
+    path = out / 'config.json'
+    if not path.exists():
+        return
+    if not resume:
+        raise ValueError(f'{out} already holds a run: resume it, or choose another directory')
+    before, defaults = known(path), Setting().plain()
+    bound = ('rounds',) if setting.algorithm == 'fedetf_gmv' else ()  # its memory is planned from their number
+    said = [
+        f'{name} was {before.get(name, defaults[name])} and is now {value}'
+        for name, value in setting.plain().items()
+        if (name not in FREE or name in bound) and before.get(name, defaults[name]) != value
+    ]
+    if said:
+        raise ValueError(f'the run in {out} has other settings: {", ".join(said)}')
+
+
+def known(path: Path) -> dict[str, Any]:
+    """What a JSON file holds.
+
+    Raises:
+      ValueError: if it is damaged.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f'{path} is damaged: choose another directory')
+    return content
+
+
+def compiled_before(out: Path) -> float:
+    """What compiling took when the run in `out` was trained, if its summary still tells."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged summary is made anew
+        return float(known(out / 'summary.json')['compile_seconds'])
+    return 0.0
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """JSON, written beside its place and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpoints.replace(path, json.dumps(content, indent=2) + '\n')

@@ -1,0 +1,193 @@
+"""Settings as plain data, and what the pipeline makes of them."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fedjax_nc import experiments, training
+from fedjax_nc.experiments import Setting, command, pipeline, recipes
+
+SMALL = {'dataset': 'digits', 'clients': 6, 'rounds': 2, 'local_epochs': 1}
+
+
+class TestSetting:
+    def test_is_the_same_after_a_file(self, tmp_path):
+        setting = Setting(**SMALL, algorithm='fedprox', options={'mu': 0.5}, clip=3.0, partition='shards')
+        (tmp_path / 'a.json').write_text(json.dumps(setting.plain()))
+        lines = [f'{k} = {json.dumps(v)}' for k, v in SMALL.items()]
+        lines += ['algorithm = "fedprox"', 'clip = 3.0', 'partition = "shards"', '[options]', 'mu = 0.5']
+        (tmp_path / 'a.toml').write_text('\n'.join(lines))
+        for name in ('a.json', 'a.toml'):
+            assert Setting.read(tmp_path / name) == setting
+            assert Setting.read(tmp_path / name).digest == setting.digest
+
+    def test_what_has_a_default_is_resolved(self):
+        assert (Setting().model, Setting().lr, Setting().partition) == ('resnet20', 0.04, 'dirichlet')
+        assert (Setting(dataset='digits').model, Setting(dataset='cifar100').lr) == ('mlp', 0.01)
+        assert Setting(imbalance=10).partition == 'dirichlet_draws'
+        assert Setting(clients=30, participation=0.01).cohort == 1
+
+    def test_its_digest_names_every_difference_and_nothing_else(self):
+        seen = {Setting().digest}
+        other = {'dataset': 'digits', 'partition': 'iid', 'model': 'cnn', 'norm': 'group', 'precision': 'bfloat16',
+                 'flip': True, 'algorithm': 'fedavg', 'options': {'a': 1}, 'head': 'etf', 'loss': 'positive',
+                 'weigh': 'alike', 'server_optimizer': 'sgd', 'participation': 0.5, 'lr_decay': 0.5, 'momentum': 0.5,
+                 'weight_decay': 0.5, 'test_share': 0.5}  # fmt: skip
+        for field in dataclasses.fields(Setting):
+            seen.add(Setting(**{field.name: other.get(field.name, 7)}).digest)
+        assert len(seen) == 1 + len(dataclasses.fields(Setting))
+        same = 'from fedjax_nc.experiments import Setting; print(Setting().digest)'
+        told = subprocess.run([sys.executable, '-c', same], capture_output=True, text=True, check=True).stdout.strip()
+        assert told == Setting().digest
+
+    @pytest.mark.parametrize(
+        ('wrong', 'said'),
+        [
+            ({'dataset': 'mnist'}, 'dataset must be one of cifar10'),
+            ({'algorithm': 'fedfoo'}, 'algorithm must be one of fedavg'),
+            ({'model': 'vit'}, 'model must be one of mlp'),
+            ({'partition': 'stars'}, 'partition must be one of dirichlet'),
+            ({'weigh': 'size'}, 'weigh must be one of examples, alike'),
+            ({'clients': 0}, 'clients must be at least 1'),
+            ({'rounds': 2.5}, 'rounds must be a whole number'),
+            ({'alpha': float('nan')}, 'alpha must be finite'),
+            ({'lr': -1}, 'lr must be positive'),
+            ({'momentum': 1}, 'momentum must lie in'),
+            ({'participation': 0}, 'participation must lie in'),
+            ({'test_share': 1}, 'test_share must lie in'),
+            ({'seed': -1}, 'seed must be at least 0'),
+            ({'flip': 1}, 'flip must be true or false'),
+            ({'options': ['mu']}, 'options must name arguments'),
+            ({'algorithm': 'moon', 'flip': True}, 'leave crop and flip out'),
+            ({'learning_rate': 1}, 'no setting is called learning_rate'),
+        ],
+    )
+    def test_wrong_ones_are_refused_in_one_line(self, wrong, said, tmp_path):
+        (tmp_path / 'a.json').write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=said) as caught:
+            Setting.read(tmp_path / 'a.json')
+        assert '\n' not in str(caught.value)
+        assert 'a.json: ' in str(caught.value)
+
+    @pytest.mark.parametrize('text', ['{', '[1]', '3'])
+    def test_files_that_are_none_are_named(self, text, tmp_path):
+        for name in ('a.json', 'a.toml'):
+            (tmp_path / name).write_text(text)
+            with pytest.raises(ValueError, match=name):
+                Setting.read(tmp_path / name)
+
+
+def test_a_run_is_what_its_command_line_makes(tmp_path):
+    setting = Setting(**SMALL, algorithm='fedprox', options={'mu': 0.5}, seed=3)
+    (tmp_path / 'a.json').write_text(json.dumps({**SMALL, 'algorithm': 'fedprox', 'seed': 9}))
+    argv = ['--setting', str(tmp_path / 'a.json'), '--options', 'mu=0.5', '--seed', '3']
+    assert command.setting_of(command.arguments(argv, 'cifar.py', '')) == setting
+    rows = []
+    ours = experiments.run(
+        setting, tmp_path / 'ours', progress=False, on_round=lambda row, state: rows.append(row['round'])
+    )
+    theirs = command.main([*argv, '--out', str(tmp_path / 'theirs')])
+    for name in ('global_accuracy', 'personal_accuracy', 'personal_accuracy_before'):
+        assert ours[name] == theirs[name]
+    assert rows == [1, 2]
+    for folder in ('ours', 'theirs'):
+        assert Setting.of({
+            k: v for k, v in pipeline.known(tmp_path / folder / 'config.json').items()
+            if k not in ('data_dir', 'out', 'clients_per_chunk', 'devices')
+        }) == setting  # fmt: skip
+
+
+def test_options_reach_the_factory_and_unknown_ones_are_refused(tmp_path):
+    done = [
+        experiments.run(Setting(**SMALL, algorithm='fedprox', options=options), tmp_path / str(i), progress=False)
+        for i, options in enumerate(({}, {'mu': 0.001}, {'mu': 10.0}))
+    ]
+    losses = [json.loads((tmp_path / str(i) / 'metrics.jsonl').read_text().splitlines()[1])['loss'] for i in range(3)]
+    assert losses[0] == losses[1] != losses[2]
+    assert len(done) == 3
+    with pytest.raises(ValueError, match=r"fedprox cannot take the options {'nu': 1}.*'nu'"):
+        experiments.run(Setting(**SMALL, algorithm='fedprox', options={'nu': 1}), tmp_path / 'x', progress=False)
+
+
+@pytest.mark.parametrize('name', recipes.RECIPES)
+def test_every_recipe_refuses_options_that_it_does_not_know(name):
+    setting = Setting(**SMALL, algorithm=name, options={'unheard_of': 1})
+    dataset, *_ = pipeline.load(setting)
+    with pytest.raises(ValueError, match='unheard_of'):
+        pipeline.build(setting, dataset)
+
+
+@pytest.mark.parametrize('partition', ['dirichlet', 'dirichlet_capped', 'dirichlet_draws', 'shards', 'iid'])
+def test_partitions_by_name(partition):
+    setting = Setting(**{**SMALL, 'clients': 5}, partition=partition, alpha=1.0)
+    dataset, train, test = pipeline.load(setting)
+    assert int(train.size.sum() + test.size.sum()) == len(dataset.y_train)
+    held = (np.asarray(train.counts) > 0).sum(1)
+    assert (held == 2).all() if partition == 'shards' else (held > 2).any()
+
+
+def test_a_run_that_is_there_is_not_overwritten_nor_resumed_with_other_settings(tmp_path):
+    setting = Setting(**SMALL, algorithm='fedavg')
+    experiments.run(setting, tmp_path, progress=False)
+    with pytest.raises(ValueError, match='already holds a run: resume it'):
+        experiments.run(setting, tmp_path)
+    with pytest.raises(ValueError, match=r'alpha was 0.1 and is now 7.0'):
+        experiments.run(dataclasses.replace(setting, alpha=7.0), tmp_path, resume=True)
+    longer = experiments.run(dataclasses.replace(setting, rounds=3), tmp_path, resume=True, progress=False)
+    assert longer['rounds'] == pipeline.known(tmp_path / 'config.json')['rounds'] == 3
+    with pytest.raises(ValueError, match='already holds 3 rounds'):
+        experiments.run(setting, tmp_path, resume=True)
+
+
+def test_a_run_begun_before_there_were_choices_is_resumed(tmp_path):
+    setting = Setting(**SMALL, algorithm='fedavg')
+    config = setting.plain()
+    for name in ('head', 'loss', 'server_optimizer', 'server_lr', 'partition', 'options', 'crop', 'test_share'):
+        del config[name]
+    pipeline.write(tmp_path / 'config.json', config)
+    pipeline.settle(setting, tmp_path, resume=True)
+    with pytest.raises(ValueError, match='head was None and is now etf'):
+        pipeline.settle(dataclasses.replace(setting, head='etf'), tmp_path, resume=True)
+
+
+def test_a_run_with_memory_is_not_made_longer(tmp_path):
+    """When its memory begins depends on how many rounds there will be."""
+    for name, refused in (('fedetf_gmv', True), ('fedavg', False)):
+        setting = Setting(**{**SMALL, 'rounds': 5}, algorithm=name)
+        pipeline.write(tmp_path / name / 'config.json', setting.plain())
+        longer = dataclasses.replace(setting, rounds=9)
+        if refused:
+            with pytest.raises(ValueError, match='rounds was 5 and is now 9'):
+                pipeline.settle(longer, tmp_path / name, resume=True)
+        else:
+            pipeline.settle(longer, tmp_path / name, resume=True)
+
+
+def test_the_server_of_ratio_loss_has_63_examples_of_each_class(monkeypatch):
+    setting, given = Setting(**SMALL, algorithm='ratioloss'), {}
+    monkeypatch.setitem(recipes.RECIPES, 'ratioloss', lambda *_, **kwargs: given.update(kwargs))
+    pipeline.build(setting, pipeline.load(setting)[0])
+    np.testing.assert_array_equal(given['auxiliary'].counts, 63 * np.eye(10))
+    assert given['server_opt'] is None
+
+
+@pytest.mark.parametrize(('choice', 'step'), [({'server_lr': 0.3}, 0.3), ({'server_optimizer': 'fedavgm'}, 0.1)])
+def test_server_optimizers_have_their_rate_or_the_one_given(monkeypatch, choice, step):
+    setting, given = Setting(**SMALL, algorithm='fedavg', loss='balanced_softmax', **choice), {}
+    monkeypatch.setitem(recipes.RECIPES, 'fedavg', lambda *_, **kwargs: given.update(kwargs))
+    pipeline.build(setting, pipeline.load(setting)[0])
+    opt, theta = given['server_opt'], np.float32(0)
+    update, _ = opt.update(np.float32(-1), opt.init(theta), theta)
+    np.testing.assert_allclose(update, step, rtol=1e-6)
+    assert (given['head'], given['loss']) == (None, 'balanced_softmax')
+
+
+def test_personal_models_that_diverge_are_no_result(tmp_path, monkeypatch):
+    kept = pipeline.Measures.personal
+    monkeypatch.setattr(pipeline.Measures, 'personal', lambda self, state: (kept(self, state)[0], False))
+    with pytest.raises(training.DivergedError, match='personal models diverged'):
+        experiments.run(Setting(**SMALL, algorithm='fedavg'), tmp_path, progress=False)
