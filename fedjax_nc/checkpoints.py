@@ -183,20 +183,29 @@ class Files:
           DamagedError: if it does not hold what was written.
           CheckpointError: if it does, and belongs to another run.
         """
+        place = self.checkpoints / str(round)
         run = self.load(round, run=ocp.args.JsonRestore())['run']
+        if isinstance(run, dict) and set(run) == {'key', 'history'}:
+            raise CheckpointError(
+                f'the checkpoint {place} is of a version without checksums: finish that run with it, or begin again in '
+                'another directory'
+            )
         if not isinstance(run, dict) or run.pop('checksum', None) != checksum(run):
             raise DamagedError('its description does not agree with its checksum')
         same = {'key': run['key'] == written(key), **{k: run['about'].get(k) == v for k, v in self.about.items()}}
         if not all(same.values()):
             other = ' and '.join(name for name, agrees in same.items() if not agrees)
             raise CheckpointError(
-                f'the checkpoint {self.checkpoints / str(round)} belongs to another run, with another {other}: '
-                'resume it with what it was begun with, or choose another directory'
+                f'the checkpoint {place} belongs to another run, with another {other}: resume it with what it was '
+                'begun with, or choose another directory'
             )
         store = like.clients if isinstance(like.clients, population.Store) else None
         wanted = like if store is None else like.server
         shapes = {i: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for i, u in leaves(wanted).items()}
         apart = {} if store is None else {'clients': ocp.args.StandardRestore()}
+        if set(run['arrays']) != {'state', *apart}:
+            begun, now = ('population.init', 'simulate.init')[:: 1 if store is None else -1]
+            raise CheckpointError(f'the run in {self.out} was begun with a state of {begun}, and this one is of {now}')
         found = self.load(round, state=ocp.args.StandardRestore(shapes), **apart)
         # A dict, so that leaves are in the order in which they were when their sum was made.
         if {name: fingerprint.of_arrays(dict(held)) for name, held in found.items()} != run['arrays']:
@@ -207,7 +216,7 @@ class Files:
         try:
             store.restore({name: np.asarray(value) for name, value in found['clients'].items()})
         except ValueError as error:
-            raise CheckpointError(f'the checkpoint {self.checkpoints / str(round)} does not fit: {error}') from error
+            raise CheckpointError(f'the checkpoint {place} does not fit: {error}') from error
         return run['history'], State(restored, store)
 
     def load(self, round: int, **items: Any) -> Any:
@@ -215,10 +224,16 @@ class Files:
 
         Raises:
           DamagedError: whatever a damaged file makes its readers raise.
+          CheckpointError: if it cannot be read now, damaged or not.
         """
         try:
             with self.manager() as manager:
                 return manager.restore(round, args=ocp.args.Composite(**items))
+        except (OSError, MemoryError) as error:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+                place = self.checkpoints / str(round)
+                raise CheckpointError(f'the checkpoint {place} cannot be read: {error}; try again') from error
+            said = f'{type(error).__name__}: {error}'
         except Exception as error:
             said = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]
         # Readers of other arrays have failed too, and would each tell it at length when they are thrown away.

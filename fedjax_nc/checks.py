@@ -4,17 +4,18 @@ What is traced cannot be looked at and passes, but for its shape and type; every
 enters the library.
 """
 
+import contextlib
 import math
+import operator
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from numpy.typing import NDArray
 
-from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Model, Objective
+from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Model, Objective, State
 
 MOST_CLASSES = 2**20
 """A label beyond is a mistake: tables [K, C] and loops over classes would take all memory and time."""
@@ -58,7 +59,8 @@ def number(
         return
     if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or np.ndim(value):
         raise ValueError(f'{name} must be one number, not {shown(value)}{said}')
-    if not (np.issubdtype(np.asarray(value).dtype, np.number) or isinstance(value, bool | np.bool_)):
+    dtype = np.asarray(value).dtype
+    if not any(jnp.issubdtype(dtype, known) for known in (jnp.integer, jnp.floating, jnp.bool_)):
         raise ValueError(f'{name} must be one number, not {shown(value)}{said}')
     x = float(value)
     inside = (x > low if open_low else x >= low) and (x < high if open_high else x <= high)
@@ -83,7 +85,12 @@ def whole(name: str, value: Any, least: int = 1, advice: str = '') -> None:
     Raises:
       ValueError: for all else.
     """
-    known = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if traced(value) and not value.ndim and jnp.issubdtype(value.dtype, jnp.integer):
+        return
+    known = False
+    if not isinstance(value, bool | np.bool_) and not traced(value):
+        with contextlib.suppress(TypeError):  # 2.5 is no index, and neither is 'x'
+            known = operator.index(value) == value
     if not known or value < least:
         said = f': {advice}' if advice else ''
         raise ValueError(
@@ -158,6 +165,7 @@ SUCH_AS = {
     Head: 'a Head, such as heads.linear()',
     Algorithm: 'an Algorithm, such as fedavg.algorithm(task, local.sgd(0.1))',
     FederatedData: 'FederatedData, such as data.federate(x, y, parts)',
+    State: 'a State, such as simulate.init(algorithm, key, data)',
 }
 
 
@@ -179,5 +187,17 @@ def optimizer(name: str, value: Any) -> None:
       ValueError: for all else.
     """
     found = value(jnp.int32(0)) if callable(value) and not isinstance(value, type) else value
-    if found is value or not isinstance(found, optax.GradientTransformation):
+    if found is value or not (hasattr(found, 'init') and hasattr(found, 'update')):
         raise ValueError(f'{name} is a function of the round: local.sgd(0.1), or lambda round: optax.sgd(0.1)')
+
+
+def key(name: str, value: Any) -> None:
+    """Refuses what is no random key.
+
+    Raises:
+      ValueError: for all else.
+    """
+    dtype = getattr(value, 'dtype', None)
+    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (typed and not value.ndim) and not (dtype == jnp.uint32 and np.shape(value) == (2,)):
+        raise ValueError(f'{name} must be a random key, such as jax.random.key(0), not {shown(value)}')

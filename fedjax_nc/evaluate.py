@@ -4,6 +4,7 @@ A table of counts is `[C, C]`: row = true class, column = predicted class. The t
 themselves, once for each algorithm and shape.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -145,10 +146,15 @@ def weighted_accuracy(counts: Array, weights: Array) -> Array:
 
 
 def by_class(name: str, values: Array, counts: Array) -> None:
-    """Raises ValueError for values that are not one for each class of tables `[..., C, C]`."""
+    """Raises ValueError for values `[..., C]` that do not go with the classes of tables `[..., C, C]`."""
     shape, tables = np.shape(values), np.shape(counts)[:-1]
-    if shape != tables[len(tables) - len(shape) :]:
-        raise ValueError(f'{name} must have the shape {tables}, as the tables have classes, not {shape}')
+    with contextlib.suppress(ValueError):
+        np.broadcast_shapes(shape, tables)
+        if shape and shape[-1] == tables[-1]:
+            return
+    raise ValueError(
+        f'{name} {shape} do not go with tables {np.shape(counts)}: the shapes need one entry for each class'
+    )
 
 
 def groups(counts: Array) -> Array:

@@ -2,11 +2,13 @@
 written.
 
 Arrays go by their values. Algorithms are closures, and go by what they close over: names of functions, and every
-number, array, option and function that these hold, down to the last. The same program has the same fingerprint in every
-process and on every device.
+number, array, option and function that these hold, down to the last; functions of users also by their code and what
+they take from their module. The same program has the same fingerprint in every process and on every device. What is not
+seen is what an object of a compiled class holds without attributes.
 """
 
 import dataclasses
+import enum
 import functools
 import hashlib
 import types
@@ -55,9 +57,9 @@ def of_algorithm(algorithm: Any) -> str:
     return digest.hexdigest()
 
 
-def words(value: Any, met: dict[int, int]) -> Iterator[str]:
+def words(value: Any, met: dict[int, tuple[int, Any]]) -> Iterator[str]:
     """What a value is, word by word. What was met before, as in a cycle, goes by its number."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.dtype):
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.dtype | enum.Enum):
         yield f'{type(value).__name__} {value!r}'
         return
     if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
@@ -67,9 +69,9 @@ def words(value: Any, met: dict[int, int]) -> Iterator[str]:
         yield f'array {of_arrays(value)}'
         return
     if id(value) in met:
-        yield f'as {met[id(value)]}'
+        yield f'as {met[id(value)][0]}'
         return
-    met[id(value)] = len(met)
+    met[id(value)] = len(met), value  # kept, or another value could come to lie where it was
     yield f'{type(value).__module__}.{type(value).__qualname__}'
     for part in parts(value):
         yield from words(part, met)
@@ -79,11 +81,14 @@ def words(value: Any, met: dict[int, int]) -> Iterator[str]:
 def parts(value: Any) -> Iterator[Any]:
     """What a compound value is made of."""
     if isinstance(value, Mapping):
-        yield from sorted(value.items(), key=lambda item: repr(item[0]))
+        for name in sorted(value, key=repr):
+            yield from (name, value[name])
     elif isinstance(value, tuple | list):
         yield from value
     elif isinstance(value, set | frozenset):
         yield from sorted(value, key=repr)
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
     elif isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, types.MethodType):
@@ -91,7 +96,7 @@ def parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, types.FunctionType):
         yield f'{value.__module__}.{value.__qualname__}'
         if not f'{value.__module__}.'.startswith(LIBRARIES):
-            yield from code(value.__code__, value.__doc__)
+            yield from code(value.__code__, value.__doc__, value.__globals__)
         yield from (value.__defaults__, value.__kwdefaults__)
         for cell in value.__closure__ or ():
             try:
@@ -99,16 +104,22 @@ def parts(value: Any) -> Iterator[Any]:
             except ValueError:  # not filled yet
                 yield 'empty'
     elif dataclasses.is_dataclass(value):
-        yield from ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+        for field in dataclasses.fields(value):
+            yield from (field.name, getattr(value, field.name, None))
     elif hasattr(value, '__wrapped__'):  # a compiled function
         yield value.__wrapped__
+    else:
+        yield from (getattr(value, '__dict__', None),)
 
 
-def code(of: types.CodeType, doc: str | None) -> Iterator[Any]:
-    """What a user's function does: its names, constants and those of the functions in it."""
+def code(of: types.CodeType, doc: str | None, scope: Mapping[str, Any]) -> Iterator[Any]:
+    """What a user's function does: its instructions and constants, and what it takes from its module."""
     yield from (of.co_names, of.co_code)
+    for name in of.co_names:
+        if name in scope:
+            yield scope[name]
     for constant in of.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from code(constant, None)
+            yield from code(constant, None, scope)
         elif constant != doc:
             yield constant

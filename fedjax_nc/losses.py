@@ -108,4 +108,4 @@ def fitting(logits: Array, labels: Array) -> None:
     Labels [B, 1] would be compared with every row, and the result still be a number.
     """
     checks.rows('logits', logits)
-    checks.labels('labels', labels, len(logits))
+    checks.labels('labels', labels, len(logits), logits.shape[1])

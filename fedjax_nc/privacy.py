@@ -12,10 +12,10 @@ of whether a client, with all its examples, took part at all.
 """
 
 from fractions import Fraction
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from fedjax_nc import aggregators, checks, tree
 from fedjax_nc.algorithms import fednova
@@ -84,22 +84,33 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
         slots = jnp.arange(cohort)
         total = jax.lax.fori_loop(1, cohort, lambda i, total: tree.add(total, sent(slots[i])), sent(slots[0]))
         value = algorithm.aggregate.finish(total)
-        return algorithm.server(key, server, Aggregate(value, UNKNOWN, jnp.float32(cohort), cohort))
+
+        def step(examples: Array) -> Tree:
+            return algorithm.server(key, server, Aggregate(value, examples, jnp.float32(cohort), cohort))
+
+        if reads(jax.make_jaxpr(step)(jnp.float32(0)).jaxpr, 0):
+            raise ValueError(
+                'the server of this algorithm asks how many examples the cohort holds, which is not told in private: '
+                'let clients count alike, by aggregate=aggregators.uniform'
+            )
+        return step(jnp.float32(jnp.nan))
 
     return algorithm._replace(init_client=init_client, client=client, aggregate=aggregators.total, server=server)
 
 
-class Unknown:
-    """A number that is not told: whoever computes with it is refused."""
-
-    def __jax_array__(self) -> Array:
-        raise ValueError(
-            'the server of this algorithm asks how many examples the cohort holds, which is not told in private: let '
-            'clients count alike, by aggregate=aggregators.uniform'
-        )
-
-
-UNKNOWN: Any = Unknown()
+def reads(jaxpr: core.Jaxpr, at: int) -> bool:
+    """Whether anything that a trace computes depends on its input number `at`."""
+    var = jaxpr.invars[at]
+    if any(out is var for out in jaxpr.outvars):
+        return True
+    for eqn in jaxpr.eqns:
+        for i, atom in enumerate(eqn.invars):
+            if atom is var:
+                inner = list(core.jaxprs_in_params(eqn.params))
+                same = len(inner) == 1 and len(inner[0].invars) == len(eqn.invars)  # a call of a function, say
+                if not same or reads(inner[0], i):
+                    return True
+    return False
 
 
 def clipped(message: Tree, norm: float) -> Tree:

@@ -28,8 +28,9 @@ class Progress:
           rounds: rounds in all.
           show: whether anything is shown.
         """
-        self.name, self.first, self.done, self.rounds, self.show = name, first, first, rounds, show
-        self.began, self.said = time.monotonic(), 0.0
+        self.name, self.done, self.rounds, self.show = name, first, rounds, show
+        self.said = 0.0
+        self.timed: tuple[int, float] | None = None  # a round, and when it was done
         self.bar = None
         if show and live():
             form = '{n_fmt}/{total_fmt}{postfix}'
@@ -54,18 +55,21 @@ class Progress:
     def at(self, done: int, shown: str) -> None:
         """So many rounds are done, of which this is to be said."""
         last, self.done = self.done, done
+        early = self.timed is None
+        if early:  # the time before went into compiling
+            self.timed = done, time.monotonic()
         if self.bar is not None:
             self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update(done - last)
-        elif self.show and (time.monotonic() - self.said >= LINE_EVERY or done == self.rounds or last == self.first):
+        elif self.show and (time.monotonic() - self.said >= LINE_EVERY or done == self.rounds or early):
             self.say(shown)
 
     def say(self, text: str) -> None:
         """Writes a line."""
         self.said = time.monotonic()
         left = ''
-        if self.first < self.done < self.rounds:
-            seconds = (self.said - self.began) / (self.done - self.first) * (self.rounds - self.done)
+        if self.timed and self.timed[0] < self.done < self.rounds:
+            seconds = (self.said - self.timed[1]) / (self.done - self.timed[0]) * (self.rounds - self.done)
             left = f', {tqdm.format_interval(seconds)} left'
         print(f'{self.name}: round {self.done} of {self.rounds}, {text}{left}', file=sys.stderr, flush=True)
 

@@ -27,7 +27,7 @@ class Report(NamedTuple):
     finite: Array  # [] bool, whether the new server state is free of NaN and infinity
     ids: Array  # [M'] int32, the cohort from the largest client to the smallest, filled up with K for nobody
     info: Info  # [M', ...] the clients' own reports in that order
-    broken: Array  # [M'] bool, in that order: whether a client's state, message or loss is not finite
+    broken: Array  # [M'] bool, in that order: whether a client's message or loss is not finite, or its state is NaN
 
 
 Round = Callable[..., tuple[State, Report]]
@@ -41,6 +41,7 @@ def init(algorithm: Algorithm, key: Array, data: FederatedData) -> State:
       ValueError: for what is no algorithm or no data; others as the algorithm says.
     """
     checks.kind('algorithm', algorithm, Algorithm)
+    checks.key('key', key)
     checks.kind('data', data, FederatedData)
     k_server, k_clients = jax.random.split(key)
     return join(algorithm, k_clients, algorithm.init(k_server, data), data.num_clients)
@@ -100,6 +101,7 @@ def make_round(
         checks.whole('cohort', cohort)
 
     def round(key: Array, state: State, data: FederatedData, ids: Array | None = None) -> tuple[State, Report]:
+        checks.kind('state', state, State)
         checks.kind('data', data, FederatedData)
         population = data.num_clients
         if any(u.shape[0] != population for u in jax.tree.leaves(state.clients)):
@@ -136,7 +138,9 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
             new, messages, info = lanes_of(one)(ids, tree.take(held, rows))
             real = ids < data.num_clients
             weights = jnp.where(real, jnp.take(data.size, ids, mode='clip'), 0).astype(jnp.float32)
-            broken = (weights > 0) & ~tree.finite_rows((new, messages, info.loss))
+            # A state may hold infinity by design, as a smallest loss so far; what is NaN stays so.
+            sound = tree.finite_rows((messages, info.loss)) & ~tree.nan_rows(new)
+            broken = (weights > 0) & ~sound
             messages = tree.rows_where(weights > 0, messages, 0.0)  # nothing of nobody's, not even NaN
             with jax.named_scope('aggregate'):
                 total = algorithm.aggregate.partial(messages, weights, slots, count * len(all_slots) * lanes)
@@ -237,20 +241,19 @@ def named(ids: Array, population: int) -> Array:
     Raises:
       ValueError: for what is no vector of integers, and for such numbers where they can be looked at.
     """
-    ids = jnp.asarray(ids)
-    checks.rows('ids', ids, 1)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f'ids must be integers, the numbers of clients, not {ids.dtype}')
-    ids = ids.astype(jnp.int32)
+    given = ids if checks.traced(ids) else np.asarray(ids)
+    checks.rows('ids', given, 1)
+    if not jnp.issubdtype(given.dtype, jnp.integer):
+        raise ValueError(f'ids must be integers, the numbers of clients, not {given.dtype}')
     if not checks.traced(ids):
-        known, times = np.unique(np.asarray(ids), return_counts=True)
+        known, times = np.unique(given, return_counts=True)
         if len(known) and not 0 <= known[0] <= known[-1] <= population:
             raise ValueError(f'ids must lie in [0, {population}], and they go from {known[0]} to {known[-1]}')
         twice = known[(times > 1) & (known < population)]
         if len(twice):
             raise ValueError(f'ids must be distinct, and client {twice[0]} is there more than once')
-        return ids
-    ids = jnp.where((ids < 0) | (ids > population), population, ids)
+        return jnp.asarray(given, jnp.int32)
+    ids = jnp.where((ids < 0) | (ids > population), population, ids).astype(jnp.int32)
     order = jnp.argsort(ids)  # stable: the first of equals stays
     again = jnp.concatenate([jnp.zeros(1, bool), ids[order][1:] == ids[order][:-1]])[: len(ids)]
     return jnp.where(jnp.zeros_like(again).at[order].set(again), population, ids)

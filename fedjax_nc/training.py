@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,6 +114,8 @@ def run(
     checks.whole('eval_last', eval_last, 0)
     if resume and out is None:
         raise ValueError('resume needs the directory of the run: pass out=')
+    checks.key('key', key)
+    checks.kind('state', state, State)
     checks.kind('data', data, FederatedData)
     if isinstance(state.clients, population.Store) and rounds_per_call > 1:
         raise ValueError('client states kept off the devices come and go between rounds: leave rounds_per_call at 1')
@@ -143,6 +146,8 @@ def run(
                     raise DivergedError(trouble + given_up(files, new))
                 if evaluate is not None and evaluated(stop):
                     new[-1] |= {k: float(v) for k, v in jax.device_get(evaluate(state)).items()}
+                if not any(row['broken'] for row in history):
+                    warn_of_broken(report, new, data)
                 history += new
                 if files is not None:
                     files.log(new)
@@ -210,7 +215,7 @@ def about(algorithm: Algorithm, data: FederatedData, cohort: int | None) -> dict
     return {
         'algorithm': fingerprint.of_algorithm(algorithm),
         'data': fingerprint.of_arrays(data),
-        'cohort': str(cohort),
+        'cohort': str(cohort or data.num_clients),
     }
 
 
@@ -264,6 +269,17 @@ def rows(report: simulate.Report, start: int, seconds: float, data: FederatedDat
     return good, ''
 
 
+def warn_of_broken(report: simulate.Report, new: list[Row], data: FederatedData) -> None:
+    """Warns of the first broken clients of a run, which does not stop for them."""
+    for i, row in enumerate(new):
+        if row['broken']:
+            broken = np.sort(report.ids[i][report.broken[i]])
+            members = int((report.ids[i] < data.num_clients).sum())
+            text = f'round {row["round"]}: {named(broken, members)}; {cause(broken, data)}'
+            warnings.warn(f'{text}. Training goes on, and this is said once', stacklevel=3)
+            return
+
+
 def given_up(files: Files | None, good: list[Row]) -> str:
     """Logs the last rounds that were good, of a run that cannot go on; says where it could be taken up again."""
     if files is None:
@@ -303,15 +319,23 @@ def diverged(round: int, broken: np.ndarray, members: int, data: FederatedData) 
     """What is said of a run that cannot go on."""
     text = f'training diverged in round {round}: the server or all losses are not finite'
     if len(broken):
-        names = ', '.join(map(str, broken[:10])) + (', ...' if len(broken) > 10 else '')
-        text += f'; {len(broken)} of {members} clients are not finite: {names}'
+        text += f'; {named(broken, members)}'
     return f'{text}; {cause(broken, data)}'
+
+
+def named(broken: np.ndarray, members: int) -> str:
+    """Who is broken, in words."""
+    names = ', '.join(map(str, broken[:10])) + (', ...' if len(broken) > 10 else '')
+    return f'{len(broken)} of {members} clients are not finite: {names}'
 
 
 def cause(broken: np.ndarray, data: FederatedData) -> str:
     """Why clients broke, as far as their data tell, and what to do."""
     if not len(broken):
-        return "no client is broken, so that it is the server's step: begin a new run with a lower server rate"
+        return (
+            'no client is broken: what they send is too large to be added up, or the step of the server: begin a '
+            'new run with lower rates'
+        )
     for k in broken:
         index, size = (fingerprint.on_host(u) for u in (data.index[k], data.size[k]))
         x, y = (fingerprint.on_host(u[index[: int(size)]]) for u in (data.x, data.y))

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +63,18 @@ def rows_where(condition: Array, a: Tree, other: Array | float) -> Tree:
 
 def finite_rows(a: Tree) -> Array:
     """Whether each row is free of NaN and infinity, over all leaves: [n] bool."""
+    return ~_any_rows(jnp.isfinite, a, wanted=False)
+
+
+def nan_rows(a: Tree) -> Array:
+    """Whether each row holds NaN, over all leaves: [n] bool."""
+    return _any_rows(jnp.isnan, a, wanted=True)
+
+
+def _any_rows(ask: Callable[[Array], Array], a: Tree, wanted: bool) -> Array:
     floats = [u for u in jax.tree.leaves(a) if jnp.issubdtype(u.dtype, jnp.inexact)]
-    each = [jnp.all(jnp.isfinite(u).reshape(len(u), -1), axis=1) for u in floats]
-    return functools.reduce(jnp.logical_and, each, jnp.array(True))
+    each = [jnp.any((ask(u) == wanted).reshape(len(u), -1), axis=1) for u in floats]
+    return functools.reduce(jnp.logical_or, each, jnp.array(False))
 
 
 def take(a: Tree, rows: Array) -> Tree:

@@ -262,3 +262,43 @@ def test_how_many_wrong_inputs_these_are():
     """Beside those of the data, which have a file of their own."""
     factories = len(FOUND) * (6 + 6) + 5 * sum('client_opt' in inspect.signature(f).parameters for f in FOUND.values())
     assert len(list(numbers())) + factories + 7 * len(SHAPES) + sum(len(values) for *_, values in CALLS) > 800
+
+
+GOOD = [
+    lambda: local.sgd(jnp.bfloat16(0.1), clip=jnp.float16(1)),
+    lambda: local.sgd(np.array(0.1), momentum=0, weight_decay=np.float64(0)),
+    lambda: local.sgd(0.1, clip=np.inf),
+    lambda: local.sgd(1, decay=True),
+    lambda: simulate.make_round(call(fedavg.algorithm), cohort=jnp.int32(2), chunk=np.array(2)),
+    lambda: call(fedavg.algorithm, client_opt=lambda round: optax.MultiSteps(optax.sgd(0.1), 2)),
+    lambda: federate(np.eye(4, dtype=np.float32), np.arange(4), {'a': [0, 1], 'b': [2, 3]}.values()),
+    lambda: federate(np.eye(4, dtype=np.float32), [0, 1, 2, 3], [[0, 1], [2, 3]], np.int64(4)),
+    lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.array([0, 2], jnp.uint8)),
+    lambda: server_optimizers.fedadam(optax.constant_schedule(0.1)),
+]
+
+
+@pytest.mark.parametrize('make', GOOD)
+def test_what_is_right_in_another_type_is_taken(make):
+    make()
+
+
+@pytest.mark.parametrize('name', [n for n in FOUND if n.endswith('algorithm')])
+def test_traced_numbers_are_taken(data, name):
+    """Every float of every factory may be an argument of a compiled round."""
+    arguments = inspect.signature(FOUND[name]).parameters
+    floats = {
+        k: p.default if k not in NEEDED else 1.0
+        for k, p in arguments.items()
+        if isinstance(p.default, float) or (k in NEEDED and isinstance(NEEDED[k], float))
+    }
+
+    def build(values):
+        call(FOUND[name], **values)
+        return 0.0
+
+    jax.eval_shape(build, {k: jnp.float32(v) for k, v in floats.items()})
+
+
+def test_labels_beyond_the_logits():
+    refused(lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.array([0, 7])), 'labels must lie in [0, 3)')

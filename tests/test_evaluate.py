@@ -99,6 +99,16 @@ def test_tables_of_another_shape_are_refused(read, args):
         read(*args)
 
 
+def test_weights_of_many_clients_go_on_one_table():
+    """PM(L) of the generic model for every client."""
+    weights = jnp.asarray([[1.0, 3.0], [5.0, 1.0], [1.0, 1.0]])
+    one = evaluate.weighted_accuracy(TABLES[0], weights)
+    np.testing.assert_allclose(one, [evaluate.weighted_accuracy(TABLES[0], w) for w in weights])
+    assert evaluate.weighted_accuracy(TABLES, weights[:, None]).shape == (3, len(TABLES))
+    groups = jnp.asarray([[0, 1], [1, 1], [2, 0]])
+    assert evaluate.group_accuracy(TABLES[0], groups).shape == (3, 3)
+
+
 def test_rows_of_others_are_not_even_looked_at(data):
     """NaN in all rows that a client does not own changes nothing in its table."""
     state = simulate.init(stage, toys.KEY, data)

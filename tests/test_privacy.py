@@ -224,6 +224,47 @@ def test_a_server_that_asks_for_numbers_of_examples_is_refused(data):
         )
 
 
+@pytest.mark.parametrize(
+    ('reads', 'use'),
+    [
+        (False, lambda w: 1.0),
+        (True, lambda w: w / 2),
+        (True, lambda w: jnp.where(w > 0, 1.0, 0.0)),
+        (True, lambda w: jnp.maximum(w, 1.0)),
+        (True, jax.jit(lambda w: w.astype(jnp.float32))),
+    ],
+)
+@pytest.mark.parametrize('compiled', [False, True])
+def test_whoever_reads_the_number_of_examples_is_refused_however(data, reads, use, compiled):
+    def server(key, server, aggregate):
+        factor, after = use(aggregate.weight), plain.server(key, server, aggregate)
+        return jax.tree.map(lambda u: u * factor if u.dtype == jnp.float32 else u, after)
+
+    served = jax.jit(lambda key, s, value, w, n: server(key, s, Aggregate(value, w, n)))
+    through = lambda key, s, a: served(key, s, a.value, a.weight, a.clients)  # noqa: E731
+    algorithm = privacy.private(
+        plain._replace(server=through if compiled else server), clip=1.0, noise_multiplier=0.0, cohort=4
+    )
+    state = simulate.init(algorithm, toys.KEY, data)
+    run = lambda: jax.eval_shape(simulate.make_round(algorithm, cohort=4), toys.KEY, state, data)  # noqa: E731
+    if reads:
+        with pytest.raises(ValueError, match='count alike'):
+            run()
+    else:
+        run()
+
+
+def test_a_message_too_long_to_be_measured_is_dropped_and_its_client_broken(data):
+    def client(key, server, client, shard):
+        new, message, info = plain.client(key, server, client, shard)
+        return new, jax.tree.map(lambda u: u * jnp.where(shard.size == 33, 1e25, 1.0), message), info
+
+    algorithm = privacy.private(plain._replace(client=client), clip=1.0, noise_multiplier=0.0, cohort=8)
+    after, report = jax.jit(simulate.make_round(algorithm))(toys.KEY, simulate.init(algorithm, toys.KEY, data), data)
+    assert np.asarray(report.ids)[np.asarray(report.broken)].tolist() == [3]
+    assert bool(report.finite)
+
+
 @pytest.mark.parametrize('drawn', [2, 8])
 def test_a_cohort_of_another_size_than_the_denominator_is_refused(data, drawn):
     algorithm = privacy.private(plain, clip=1.0, noise_multiplier=1.0, cohort=4)

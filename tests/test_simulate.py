@@ -103,6 +103,29 @@ class TestBrokenClients:
         np.testing.assert_allclose(report.loss, others.loss, rtol=1e-5)
         assert not others.broken.any()
 
+    def test_are_known_by_what_they_send_and_keep_too(self, data):
+        kept = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True)
+
+        def client(key, server, client, shard):
+            new, message, info = kept.client(key, server, client, shard)
+            wrong = jnp.where(shard.size == 33, jnp.nan, 0.0)  # client 3
+            huge = jnp.where(shard.size == 60, jnp.inf, 0.0)  # client 2
+            return jax.tree.map(lambda u: u + wrong, new), message._replace(stats=huge), info
+
+        odd = kept._replace(client=client, aggregate=aggregators.nothing, server=lambda key, server, aggregate: server)
+        state = simulate.init(odd, toys.KEY, data)
+        _, report = jax.jit(simulate.make_round(odd, chunk=3))(toys.KEY, state, data)
+        assert sorted(np.asarray(report.ids)[np.asarray(report.broken)].tolist()) == [2, 3]
+        assert bool(report.finite)
+
+    def test_may_hold_infinity_by_design(self, data):
+        kept = algorithm._replace(
+            init_client=lambda key, server: jnp.float32(jnp.inf),
+            client=lambda key, server, client, shard: (client, *algorithm.client(key, server, (), shard)[1:]),
+        )
+        _, report = jax.jit(simulate.make_round(kept))(toys.KEY, simulate.init(kept, toys.KEY, data), data)
+        assert not report.broken.any()
+
     def test_spoil_a_mean(self, data, poisoned):
         report = jax.jit(simulate.make_round(algorithm))(toys.KEY, simulate.init(algorithm, toys.KEY, data), poisoned)[
             1
@@ -122,6 +145,29 @@ class TestBrokenClients:
         _, report = run(toys.KEY, state, poisoned)
         assert bool(report.finite)
         assert sorted(np.asarray(report.ids)[np.asarray(report.broken)].tolist()) == [2, 6]
+
+
+@pytest.mark.parametrize('aggregate', [aggregators.mean, aggregators.uniform, aggregators.total])
+def test_what_nobody_and_the_empty_send_leaves_no_trace(data, aggregate):
+    plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, aggregate=aggregate)
+
+    def client(key, server, client, shard):
+        new, message, info = plain.client(key, server, client, shard)
+        return new, jax.tree.map(lambda u: jnp.where(shard.size > 0, u, jnp.nan), message), info
+
+    odd, ids = plain._replace(client=client), jnp.array([0, 2, 3, 8])
+    some = data._replace(size=data.size.at[2].set(0))
+    states = [
+        jax.jit(simulate.make_round(a))(toys.KEY, simulate.init(a, toys.KEY, data), some, ids)[0] for a in (odd, plain)
+    ]
+    toys.same(*states)
+    assert all(np.isfinite(u).all() for u in jax.tree.leaves(states[0]))
+
+
+def test_numbers_of_clients_beyond_int32_are_refused_before_they_wrap(data):
+    state = simulate.init(algorithm, toys.KEY, data)
+    with pytest.raises(ValueError, match='4294967296'):
+        simulate.make_round(algorithm)(toys.KEY, state, data, np.array([2**32, 2]))
 
 
 @pytest.mark.parametrize('chunk', [1, 3, 8])

@@ -19,6 +19,7 @@ from fedjax_nc import (
     evaluate,
     footprint,
     local,
+    population,
     privacy,
     progress,
     simulate,
@@ -168,7 +169,7 @@ def test_what_is_wrong_with_the_data_is_not_blamed_on_the_rate(data, change, sai
 
 def test_a_diverging_server_is_not_blamed_on_clients(data):
     wild = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, server_opt=optax.sgd(jnp.inf))
-    with pytest.raises(training.DivergedError, match=r'no client is broken.*lower server rate'):
+    with pytest.raises(training.DivergedError, match=r'no client is broken: .*lower rates'):
         go(wild, data, rounds=2)
 
 
@@ -178,7 +179,11 @@ def test_broken_clients_are_counted_where_the_server_stays_finite(data, capsys):
         fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, aggregate=aggregators.stacked(aggregators.krum(2))),
         privacy.private(plain, clip=1.0, noise_multiplier=0.0, cohort=8),
     ):
-        history = go(robust, bad, rounds=3, progress=True).history
+        with pytest.warns(
+            UserWarning, match=r'round 1: 2 of 8 clients .*: 2, 6; examples of client 2 .* said once'
+        ) as said:
+            history = go(robust, bad, rounds=3, progress=True).history
+        assert len(said) == 1
         assert [row['broken'] for row in history] == [2, 2, 2]
         assert all(math.isfinite(row['loss']) for row in history)
         assert '2 of 8 clients not finite' in capsys.readouterr().err
@@ -261,6 +266,69 @@ def test_a_directory_is_held_by_one_run(data, tmp_path):
         assert len(run(data, 1, out=tmp_path).history) == 1
 
 
+def test_clients_with_no_loss_are_warned_of_even_under_a_mean(data):
+    """Their messages are finite, and so is the server."""
+    bad = data._replace(y=data.y.at[data.index[3, 2]].set(77))
+    with pytest.warns(UserWarning, match='1 of 8 clients are not finite: 3; labels of client 3 go from . to 77'):
+        history = go(plain, bad, rounds=2).history
+    assert [row['broken'] for row in history] == [1, 1]
+
+
+@pytest.mark.parametrize('what', ['arrays', 'description'])
+def test_whole_files_with_other_content_are_damaged_too(data, tmp_path, monkeypatch, what):
+    """As if storage had returned the file of another round: nothing but the checksums can tell."""
+    files, state = checkpoints.Files(tmp_path), begin(data)
+    with monkeypatch.context() as patched:
+        if what == 'arrays':
+            patched.setattr(checkpoints.fingerprint, 'of_arrays', lambda tree: 32 * '0')
+        else:
+            patched.setattr(checkpoints, 'checksum', lambda content: 32 * '0')
+        files.save(1, state, toys.KEY, [{'round': 1}])
+    with pytest.raises(checkpoints.DamagedError, match=f'its {what}'):
+        files.read(1, state, toys.KEY)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_left_where_it_is(data, tmp_path, monkeypatch):
+    files, state = checkpoints.Files(tmp_path), begin(data)
+    for round in (1, 2):
+        files.save(round, state, toys.KEY, round * [{'round': 1}])
+
+    def fail(*args, **kwargs):
+        raise OSError(5, 'Input/output error')
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.ocp.CheckpointManager, 'restore', fail)
+        with pytest.raises(training.CheckpointError, match=r'checkpoints/2 cannot be read: .*try again'):
+            files.restore(state, toys.KEY)
+    assert len(files.restore(state, toys.KEY)[0]) == 2
+
+
+def test_checkpoints_of_another_kind_are_not_called_damaged(data, tmp_path):
+    kept = population.init(algorithm, toys.KEY, data)
+    training.run(algorithm, toys.KEY, kept, data, rounds=2, cohort=4, out=tmp_path, progress=False)
+    with pytest.raises(
+        training.CheckpointError, match=r'begun with a state of population.init, and this one is of sim'
+    ):
+        run(data, 3, out=tmp_path, resume=True)
+    old = checkpoints.Files(tmp_path / 'old')
+    with old.manager() as manager:
+        manager.save(1, args=checkpoints.ocp.args.Composite(
+            run=checkpoints.ocp.args.JsonSave({'key': [0, 7], 'history': [{'round': 1}]})))  # fmt: skip
+    with pytest.raises(training.CheckpointError, match='of a version without checksums'):
+        old.restore(begin(data), toys.KEY)
+
+
+def test_a_run_is_resumed_with_other_numbers_that_change_nothing(data, whole, tmp_path):
+    state = begin(data)
+    training.run(algorithm, toys.KEY, state, data, rounds=1, out=tmp_path, progress=False)
+    again = fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, persist_momentum=True)
+    done = training.run(
+        again, toys.KEY, begin(data), data, rounds=np.int64(3), cohort=8, chunk=3, eval_every=2, checkpoint_every=1,
+        out=tmp_path, resume=True, progress=False,
+    )  # fmt: skip
+    assert len(done.history) == 3
+
+
 def test_a_checkpoint_that_is_not_written_is_an_error(data, tmp_path):
     files = checkpoints.Files(tmp_path)
     files.save(2, begin(data), toys.KEY, [{'round': 1}, {'round': 2}])
@@ -298,9 +366,20 @@ def test_progress_is_lines_in_a_pipe(data, capsys):
     told = capsys.readouterr().err.splitlines()
     assert told[0] == 'toy: round 0 of 3, compiling'
     assert told[1].startswith('toy: round 1 of 3, loss ')
-    assert told[1].endswith(' left')
     assert told[-1].startswith('toy: round 3 of 3, loss ')
     assert not any('\r' in line for line in told)
+
+
+def test_the_time_that_is_left_is_that_of_rounds_alone(monkeypatch, capsys):
+    now = iter([100.0, 100.0, 160.0, 160.0, 170.0, 170.0, 171.0])  # a minute of compiling, then a second a round
+    monkeypatch.setattr(progress.time, 'monotonic', lambda: next(now))
+    with progress.Progress('toy', 0, 100) as bar:
+        bar.compiling()
+        bar.at(1, 'loss 1')
+        bar.at(11, 'loss 1')
+    told = capsys.readouterr().err.splitlines()
+    assert 'left' not in told[1]
+    assert told[2].endswith(', 01:29 left')
 
 
 @pytest.mark.parametrize('columns', [40, 120])
@@ -358,11 +437,13 @@ def test_what_is_free_is_the_limit_unless_there_shall_be_none(data, whole, monke
         ({'rounds': 2.5}, 'whole number'),
         ({'rounds': 2, 'eval_every': 0}, 'eval_every must be'),
         ({'rounds': 2, 'resume': True}, 'pass out='),
+        ({'rounds': 2, 'key': 0}, 'key must be a random key'),
+        ({'rounds': 2, 'state': None}, 'state must be a State'),
     ],
 )
 def test_bad_numbers_are_refused(data, kwargs, match):
     with pytest.raises(ValueError, match=match):
-        training.run(algorithm, toys.KEY, begin(data), data, **kwargs)
+        training.run(**{'algorithm': algorithm, 'key': toys.KEY, 'state': begin(data), 'data': data, **kwargs})
 
 
 def test_last_mean_counts_evaluated_rounds_only():

@@ -1,6 +1,6 @@
 """Partitions become `FederatedData`: one pool of examples on the device and a table of row numbers per client."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, ValuesView
 from typing import Any, Literal
 
 import jax
@@ -17,7 +17,7 @@ from fedjax_nc.data import arguments, partition
 def federate(
     x: ArrayLike,
     y: ArrayLike,
-    parts: Sequence[ArrayLike],
+    parts: Sequence[ArrayLike] | ValuesView[ArrayLike],
     num_classes: int | None = None,
     *,
     allow_empty: bool = False,
@@ -48,6 +48,8 @@ def federate(
     labels = arguments.labels('`y`', y, classes=num_classes)
     x = _pool(x, len(labels))
     num_classes = int(labels.max()) + 1 if num_classes is None else num_classes
+    if isinstance(parts, ValuesView):
+        parts = list(parts)
     arguments.several('`parts`', parts, 'one vector of rows per client')
     rows = [_rows(k, arguments.array(f'`parts[{k}]`', part), len(labels), allow_empty) for k, part in enumerate(parts)]
     longest = max(len(part) for part in rows)
