@@ -260,7 +260,7 @@ def test_a_message_too_long_to_be_measured_is_dropped_and_its_client_broken(data
         return new, jax.tree.map(lambda u: u * jnp.where(shard.size == 33, 1e25, 1.0), message), info
 
     algorithm = privacy.private(plain._replace(client=client), clip=1.0, noise_multiplier=0.0, cohort=8)
-    after, report = jax.jit(simulate.make_round(algorithm))(toys.KEY, simulate.init(algorithm, toys.KEY, data), data)
+    _, report = jax.jit(simulate.make_round(algorithm))(toys.KEY, simulate.init(algorithm, toys.KEY, data), data)
     assert np.asarray(report.ids)[np.asarray(report.broken)].tolist() == [3]
     assert bool(report.finite)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_nc import checks, heads, losses
 from fedjax_nc.algorithms import fedavg
@@ -62,8 +63,8 @@ def algorithm(
     checks.number('cap', cap, open_low=True, finite=False)
     checks.optimizer('client_opt', client_opt)
     checks.kind('auxiliary', auxiliary, FederatedData)
-    held = jnp.asarray(auxiliary.counts)
-    if held.shape[0] != held.shape[1] or not bool(jnp.all((held > 0) == jnp.eye(len(held), dtype=bool))):
+    held = np.asarray(auxiliary.counts)
+    if held.shape[0] != held.shape[1] or ((held > 0) != np.eye(len(held), dtype=bool)).any():
         raise ValueError('auxiliary needs one client for each class, holding examples of that class alone')
     plain = objective(model, head or heads.linear(), losses.cross_entropy)
     inner = base(weighing(plain), client_opt, plan=plan, **kwargs)
