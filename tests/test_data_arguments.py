@@ -58,7 +58,7 @@ BAD = [
     *((f, 'seed', value) for f, arguments in TYPICAL.items() if 'seed' in arguments for value in SEEDS),
     *((f, 'alpha', value) for f in list(TYPICAL)[:4] for value in (*NUMBERS, 0, -1e300, jnp.ones(2))),
     *((f, 'min_size', value) for f in list(TYPICAL)[:4] for value in (-1, 0.5, '1', None, NAN, True, HUGE)),
-    *((data.dirichlet, 'clients', value) for value in (HUGE, 2**40, jnp.int32(3))),
+    *((data.dirichlet, 'clients', value) for value in (HUGE, 2**40, jnp.float32(3))),
     *((data.dirichlet_multiclass, 'attempts', value) for value in COUNTS),
     *((data.shards, 'classes_per_client', value) for value in COUNTS),
     *((data.natural, 'ids', value) for value in (None, 3, 'abc', [], [[1], [2]], [NAN, 1.0], np.ones((2, 2)), [{}])),
