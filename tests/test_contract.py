@@ -184,14 +184,14 @@ def alone(client, data):
     return jnp.full(len(COHORT), data.num_clients).at[1].set(client)
 
 
-@pytest.mark.parametrize('junk', [np.nan, 3e38])
-def test_nothing_that_a_client_does_not_own_reaches_it(data, play, junk):
+def test_nothing_that_a_client_does_not_own_reaches_it(data, play):
     """Not a bit changes if all rows but its own, labels included, turn into junk: nor for a client that owns none."""
     for client in (1, 5, 2):  # of seven examples, of one, and of none
         own = np.zeros(len(data.y), bool)
         size = 0 if client == 2 else int(data.size[client])
         own[np.asarray(data.index[client, :size])] = True
         clean = data._replace(size=data.size.at[2].set(0), counts=data.counts.at[2].set(0))
+        junk = jnp.resize(jnp.array([jnp.nan, 3e38, -jnp.inf]), data.x.shape)
         x = jnp.where(jnp.asarray(own)[:, None], data.x, junk)
         dirty = clean._replace(x=x, y=jnp.where(jnp.asarray(own), data.y, 10**6))
         ids = alone(client, data)

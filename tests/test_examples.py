@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -124,15 +123,6 @@ def test_fewer_rounds_or_a_damaged_configuration_are_refused(finished, tmp_path)
     assert 'config.json is damaged' in cifar(tmp_path, '--resume').stderr
 
 
-def test_a_damaged_summary_of_a_finished_run_is_made_anew(finished, tmp_path):
-    out = shutil.copytree(finished, tmp_path / 'copy')
-    (out / 'summary.json').write_text('{"algo')
-    done = cifar(out, '--rounds', 6, '--participation', 0.5, '--eval-every', 2, '--resume')
-    assert done.returncode == 0, done.stderr
-    new, old = (json.loads((d / 'summary.json').read_text()) for d in (out, finished))
-    assert new['personal_accuracy'] == old['personal_accuracy']
-
-
 @pytest.mark.parametrize('number', [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_run_that_is_stopped_says_how_to_go_on_and_does(tmp_path, number):
     args = ['examples/cifar.py', '--dataset', 'digits', '--clients', 6, '--rounds', 500, '--out', tmp_path]
@@ -155,6 +145,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_does(tmp_path, number):
     assert json.loads((tmp_path / 'summary.json').read_text())['rounds'] == newest + 2
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_directory_do_not_mix(tmp_path):
     """One goes on as if it were alone, the other ends with one line."""
     args = ['--dataset', 'digits', '--clients', '6', '--rounds', '3', '--out', str(tmp_path)]

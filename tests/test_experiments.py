@@ -138,6 +138,9 @@ def test_a_run_that_is_there_is_not_overwritten_nor_resumed_with_other_settings(
     with pytest.raises(ValueError, match=r'alpha was 0.1 and is now 7.0'):
         experiments.run(dataclasses.replace(setting, alpha=7.0), tmp_path, resume=True)
     longer = experiments.run(dataclasses.replace(setting, rounds=3), tmp_path, resume=True, progress=False)
+    (tmp_path / 'summary.json').write_text('{"algo')  # damaged, and made anew
+    again = experiments.run(dataclasses.replace(setting, rounds=3), tmp_path, resume=True, progress=False)
+    assert again['personal_accuracy'] == longer['personal_accuracy']
     assert longer['rounds'] == pipeline.known(tmp_path / 'config.json')['rounds'] == 3
     with pytest.raises(ValueError, match='already holds 3 rounds'):
         experiments.run(setting, tmp_path, resume=True)
