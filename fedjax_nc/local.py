@@ -25,17 +25,16 @@ class Plan(NamedTuple):
     epochs: int = 3
 
 
-def checked(name: str, plan: Plan) -> Plan:
-    """The plan itself.
+def checked(name: str, plan: Plan) -> None:
+    """Refuses what is no plan of whole numbers of at least 1.
 
     Raises:
-      ValueError: unless it is one of whole numbers of at least 1.
+      ValueError: for all else.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f'{name} must be a local.Plan(batch_size, epochs), not {checks.shown(plan)}')
     checks.whole(f'batch_size of {name}', plan.batch_size)
     checks.whole(f'epochs of {name}', plan.epochs)
-    return plan
 
 
 class Trained(NamedTuple):

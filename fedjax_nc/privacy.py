@@ -28,9 +28,9 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     The whole message is clipped at once, whatever it holds, and clients count the same, whatever their size. The
     algorithm then goes on as if each of M clients had sent the noisy mean, so that its own aggregator, be it a sum or a
     median, sees nothing else; M stands for the number of clients too, and how many examples they hold is not told. What
-    clients keep for themselves
-    is not noisy and not to be published, and neither are the reports of rounds, which are for the person who simulates.
-    Nor is it clipped: SCAFFOLD's and FedDyn's servers follow the noisy changes of what clients keep exactly.
+    clients keep for themselves is not noisy and not to be published, and neither are the reports of rounds, which are
+    for the person who simulates. Nor is it clipped: SCAFFOLD's and FedDyn's servers follow the noisy changes of what
+    clients keep exactly.
 
     Args:
       algorithm: one whose server works with means or sums of messages. Means by class and FedNova's directions are

@@ -63,17 +63,17 @@ def rows_where(condition: Array, a: Tree, other: Array | float) -> Tree:
 
 def finite_rows(a: Tree) -> Array:
     """Whether each row is free of NaN and infinity, over all leaves: [n] bool."""
-    return ~_any_rows(jnp.isfinite, a, wanted=False)
+    return ~_any_rows(lambda u: ~jnp.isfinite(u), a)
 
 
 def nan_rows(a: Tree) -> Array:
     """Whether each row holds NaN, over all leaves: [n] bool."""
-    return _any_rows(jnp.isnan, a, wanted=True)
+    return _any_rows(jnp.isnan, a)
 
 
-def _any_rows(ask: Callable[[Array], Array], a: Tree, wanted: bool) -> Array:
+def _any_rows(bad: Callable[[Array], Array], a: Tree) -> Array:
     floats = [u for u in jax.tree.leaves(a) if jnp.issubdtype(u.dtype, jnp.inexact)]
-    each = [jnp.any((ask(u) == wanted).reshape(len(u), -1), axis=1) for u in floats]
+    each = [jnp.any(bad(u).reshape(len(u), -1), axis=1) for u in floats]
     return functools.reduce(jnp.logical_or, each, jnp.array(False))
 
 

@@ -59,64 +59,50 @@ def run(
     out = Path(out)
     with checkpoints.holding(out):
         settle(setting, out, resume)
-        return _run(setting, out, data_dir, resume, chunk, mesh, record or {}, on_round, progress)
-
-
-def _run(
-    setting: Setting,
-    out: Path,
-    data_dir: str | Path | None,
-    resume: bool,
-    chunk: int | None,
-    mesh: Mesh | None,
-    record: dict[str, Any],
-    on_round: training.OnRound | None,
-    progress: bool,
-) -> dict[str, Any]:
-    scene = load(setting, data_dir)
-    recipe = build(setting, scene[0])
-    k_init, k_train, k_tune = jax.random.split(jax.random.key(setting.seed), 3)
-    state = simulate.init(recipe.train, k_init, scene[1])
-    config = {**setting.plain(), **record}
-    if not (out / 'config.json').exists():
-        write(out / 'config.json', config)
-    measure = Measures(setting, recipe, scene, k_train, k_tune, chunk)
-    done = training.run(
-        recipe.train, k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort, chunk=chunk, mesh=mesh,
-        evaluate=measure.general, eval_every=setting.eval_every, out=out, resume=resume, on_round=on_round,
-        progress=progress, name=setting.algorithm,
-    )  # fmt: skip
-    trained = done.state if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(done.state))
-    personal, tuned = measure.personal(trained)
-    summary = {
-        'algorithm': setting.algorithm,
-        'dataset': setting.dataset,
-        'rounds': setting.rounds,
-        **({'global_accuracy': done.history[-1]['accuracy']} if recipe.generic else {}),
-        **{
-            f'global_{name}_last5': training.last_mean(done.history, name)
-            for name in ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
-            if name in done.history[-1]
-        },
-        **personal,
-        'rounds_per_second': done.rounds_per_second,
-        'compile_seconds': done.compile_seconds or compiled_before(out),
-        'padded_work_share': float(np.mean([row['padded_work'] for row in done.history])),
-        'device': jax.devices()[0].device_kind,
-        'jax': jax.__version__,
-    }
-    write(out / 'config.json', config)  # a resumed run may be longer than it was begun
-    write(out / 'summary.json', summary)
-    shown = 'accuracy' if recipe.generic else 'accuracy_personal'
-    seen = [(row['round'], row[shown]) for row in done.history if shown in row]
-    rounds, values = (np.array(column) for column in zip(*seen, strict=True))
-    title = f'{setting.dataset}, {setting.clients} clients, {setting.partition}'
-    if setting.partition.startswith('dirichlet'):
-        title = f'{setting.dataset}, {setting.clients} clients, Dirichlet({setting.alpha:g})'
-    plots.accuracy_curves({setting.algorithm: (rounds, values)}, title=title).savefig(out / 'accuracy.png', dpi=150)
-    if not tuned:
-        raise training.DivergedError('the personal models diverged: begin a new run with a lower lr')
-    return summary
+        scene = load(setting, data_dir)
+        recipe = build(setting, scene[0])
+        k_init, k_train, k_tune = jax.random.split(jax.random.key(setting.seed), 3)
+        state = simulate.init(recipe.train, k_init, scene[1])
+        config = {**setting.plain(), **(record or {})}
+        if not (out / 'config.json').exists():
+            write(out / 'config.json', config)
+        measure = Measures(setting, recipe, scene, k_train, k_tune, chunk)
+        done = training.run(
+            recipe.train, k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort, chunk=chunk,
+            mesh=mesh, evaluate=measure.general, eval_every=setting.eval_every, out=out, resume=resume,
+            on_round=on_round, progress=progress, name=setting.algorithm,
+        )  # fmt: skip
+        trained = done.state if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(done.state))
+        personal, tuned = measure.personal(trained)
+        summary = {
+            'algorithm': setting.algorithm,
+            'dataset': setting.dataset,
+            'rounds': setting.rounds,
+            **({'global_accuracy': done.history[-1]['accuracy']} if recipe.generic else {}),
+            **{
+                f'global_{name}_last5': training.last_mean(done.history, name)
+                for name in ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
+                if name in done.history[-1]
+            },
+            **personal,
+            'rounds_per_second': done.rounds_per_second,
+            'compile_seconds': done.compile_seconds or compiled_before(out),
+            'padded_work_share': float(np.mean([row['padded_work'] for row in done.history])),
+            'device': jax.devices()[0].device_kind,
+            'jax': jax.__version__,
+        }
+        write(out / 'config.json', config)  # a resumed run may be longer than it was begun
+        write(out / 'summary.json', summary)
+        shown = 'accuracy' if recipe.generic else 'accuracy_personal'
+        seen = [(row['round'], row[shown]) for row in done.history if shown in row]
+        rounds, values = (np.array(column) for column in zip(*seen, strict=True))
+        title = f'{setting.dataset}, {setting.clients} clients, {setting.partition}'
+        if setting.partition.startswith('dirichlet'):
+            title = f'{setting.dataset}, {setting.clients} clients, Dirichlet({setting.alpha:g})'
+        plots.accuracy_curves({setting.algorithm: (rounds, values)}, title=title).savefig(out / 'accuracy.png', dpi=150)
+        if not tuned:
+            raise training.DivergedError('the personal models diverged: begin a new run with a lower lr')
+        return summary
 
 
 Scene = tuple[data.Dataset, FederatedData, FederatedData]
