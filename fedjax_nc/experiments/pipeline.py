@@ -15,7 +15,7 @@ from fedjax_nc import checkpoints, data, evaluate, local, memory, models, plots,
 from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.data import images
 from fedjax_nc.experiments import recipes
-from fedjax_nc.experiments.setting import MODELS, PARTITIONS, Setting
+from fedjax_nc.experiments.setting import MODELS, PARTITIONS, PIXELS, Setting
 
 ETF: dict[str, dict[str, Any]] = {
     'cnn': {'dim': 64, 'scale': 10.0}
@@ -69,7 +69,8 @@ def run(
         measure = Measures(setting, recipe, scene, k_train, k_tune, chunk)
         done = training.run(
             recipe.train, k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort, chunk=chunk,
-            mesh=mesh, evaluate=measure.general, eval_every=setting.eval_every, out=out, resume=resume,
+            mesh=mesh, evaluate=measure.general, eval_every=setting.eval_every, eval_last=setting.eval_last,
+            out=out, resume=resume,
             on_round=on_round, progress=progress, name=setting.algorithm,
         )  # fmt: skip
         trained = done.state if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(done.state))
@@ -80,7 +81,7 @@ def run(
             'rounds': setting.rounds,
             **({'global_accuracy': done.history[-1]['accuracy']} if recipe.generic else {}),
             **{
-                f'global_{name}_last5': training.last_mean(done.history, name)
+                f'global_{name}_last{setting.last}': training.last_mean(done.history, name, setting.last)
                 for name in ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
                 if name in done.history[-1]
             },
@@ -116,16 +117,18 @@ def load(setting: Setting, data_dir: str | Path | None = None) -> Scene:
       ValueError: for a partition that cannot be, and as `data.load_dataset`.
     """
     dataset = data.load_dataset(setting.dataset, data_dir)
-    if setting.max_examples is not None:
+    if setting.max_examples:
         dataset = data.subset(dataset, setting.max_examples, setting.seed)
     if setting.imbalance > 1:
         kept = data.long_tail(dataset.y_train, setting.imbalance, seed=setting.seed)
         dataset = dataset._replace(x_train=dataset.x_train[kept], y_train=dataset.y_train[kept])
     parts = PARTITIONS[setting.partition](dataset.y_train, setting)
     clients = data.federate(dataset.x_train, dataset.y_train, parts, dataset.num_classes)
-    if setting.imbalance > 1:
-        x, y = dataset.x_test, dataset.y_test
+    x, y = dataset.x_test, dataset.y_test
+    if setting.tests == 'matched':
         return dataset, clients, data.matched_tests(clients.counts, x, y, total=len(y), seed=setting.seed)
+    if setting.tests == 'common':
+        return dataset, clients, data.common_test(x, y, setting.clients, dataset.num_classes)
     return dataset, *data.split(clients, setting.test_share, seed=setting.seed)
 
 
@@ -137,21 +140,23 @@ def build(setting: Setting, dataset: data.Dataset) -> recipes.Recipe:
     """
     norm = {'norm': setting.norm} if setting.model.startswith(('resnet', 'mobilenet')) else {}
     module = MODELS[setting.model](dtype=jnp.dtype(setting.precision), **norm)
-    augment = images.pipeline(crop=setting.crop, flip=setting.flip) if setting.crop or setting.flip else None
-    server_opt = None
-    if setting.server_optimizer or setting.server_lr:
-        rate = {'lr': setting.server_lr} if setting.server_lr else {}
-        server_opt = recipes.SERVER_OPTIMIZERS[setting.server_optimizer or 'sgd'](**rate)
+    augment = None
+    if setting.crop or setting.flip or setting.pixels != 'half':
+        look = PIXELS[setting.pixels]
+        augment = images.pipeline(*look, crop=setting.crop, flip=setting.flip, crop_mode=setting.crop_mode)
+    server_opt, plain = None, setting.server_optimizer == 'average'
+    if not (plain and setting.server_lr == 1):
+        server_opt = recipes.SERVER_OPTIMIZERS['sgd' if plain else setting.server_optimizer](setting.server_lr)
     held = None
     if setting.algorithm == 'ratioloss':
         held = recipes.auxiliary(dataset.x_train, dataset.y_train, dataset.num_classes)
     return recipes.RECIPES[setting.algorithm](
         models.from_flax(module, augment),
-        local.sgd(setting.lr, setting.momentum, setting.weight_decay, setting.lr_decay, setting.clip),
+        local.sgd(setting.lr, setting.momentum, setting.weight_decay, setting.lr_decay, setting.clip or None),
         local.Plan(setting.batch_size, setting.local_epochs),
         head=setting.head, loss=setting.loss, server_opt=server_opt,
         personal_opt=local.sgd(setting.lr, 0.0, 0.0, setting.lr_decay), rounds=setting.rounds, auxiliary=held,
-        weigh=setting.weigh, options=setting.options, **ETF.get(setting.model, {}),
+        weigh=setting.weigh, personal=setting.personal, options=setting.options, **ETF.get(setting.model, {}),
     )  # fmt: skip
 
 
@@ -178,12 +183,12 @@ class Measures:
         begun = simulate.join(self.recipe.calibrate, self.k_tune, state.server, self.setting.clients)
         return self.recipe.calibrate, self.calibrate(self.k_tune, begun, self.train)[0]
 
-    def kept(self, state: State) -> evaluate.OverClients:
-        """Accuracies of what clients keep, of those that have taken part: the others have what all began with."""
+    def kept(self, state: State) -> Array:
+        """Counts [K, C, C] of what clients keep, of those that have taken part: the others have what all began with."""
         setting = self.setting
         took = simulate.participants(self.k_train, state.server.round, setting.clients, setting.cohort)
         tables = evaluate.per_client(self.recipe.train, state, self.test)
-        return evaluate.over_clients(jnp.where(took[:, None, None], tables, 0))
+        return jnp.where(took[:, None, None], tables, 0)
 
     def table(self, algorithm: Algorithm, state: State) -> Array:
         """Counts of the generic model on the test set."""
@@ -192,7 +197,7 @@ class Measures:
     def general(self, state: State) -> dict[str, Array]:
         """The metrics of a round."""
         if not self.recipe.generic:
-            return {'accuracy_personal': self.kept(state).mean}
+            return {'accuracy_personal': evaluate.over_clients(self.kept(state)).mean}
         table = self.table(*self.delivered(state))
         seen = {'accuracy': evaluate.accuracy(table)}
         if self.setting.imbalance > 1:
@@ -205,9 +210,9 @@ class Measures:
             seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
         return seen | ({'temperature': v.params['head']['scale']} if 'scale' in v.params['head'] else {})
 
-    def personal(self, state: State) -> tuple[dict[str, float | None], bool]:
+    def personal(self, state: State) -> tuple[dict[str, Any], bool]:
         """What the summary says of personal models, and whether they are finite; None stands for what is not."""
-        recipe, found = self.recipe, {}
+        recipe = self.recipe
         algorithm, model = self.delivered(state)
 
         def personalized(stage: Algorithm) -> tuple[State, simulate.Report]:
@@ -215,23 +220,48 @@ class Measures:
 
         tuned = True  # training that makes personal models has not diverged
         if recipe.personalize is None:
-            after = self.kept(state)
+            tables = self.kept(state)
         else:
             own, report = personalized(recipe.personalize)
             tuned = all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves((own.clients, report.info.loss)))
-            after = evaluate.over_clients(evaluate.per_client(recipe.personalize, own, self.test))
-        found = {'': after.mean, '_std': after.std, '_pooled': after.pooled, '_low': after.low}
+            tables = evaluate.per_client(recipe.personalize, own, self.test)
+        told = self.told('personal_accuracy', tables)
         for name, variant in recipe.variants.items():
-            tables = evaluate.per_client(variant, personalized(variant)[0], self.test)
-            found[f'_{name}'] = evaluate.over_clients(tables).mean
-        told = {f'personal_accuracy{name}': float(value) if tuned else None for name, value in found.items()}
+            found = evaluate.per_client(variant, personalized(variant)[0], self.test)
+            told[f'personal_accuracy_{name}'] = float(evaluate.over_clients(found).mean)
+        tested = np.asarray(tables).sum((1, 2))
+        told['clients'] = {
+            'examples': np.asarray(self.train.size).tolist(),
+            'tested': tested.tolist(),
+            'personal_accuracy': each(evaluate.accuracy(tables), tested),
+        }
+        if not tuned:
+            told = dict.fromkeys(told)
         if recipe.generic:
-            before = evaluate.over_clients(evaluate.per_client(algorithm, model, self.test, personal=False))
+            before = evaluate.per_client(algorithm, model, self.test, personal=False)
+            summed = evaluate.over_clients(before)
             told |= {
-                'personal_accuracy_before': float(before.mean),
-                'personal_accuracy_before_std': float(before.std),
+                'personal_accuracy_before': float(summed.mean),
+                'personal_accuracy_before_std': float(summed.std),
             }
         return told, tuned
+
+    def told(self, name: str, tables: Array) -> dict[str, Any]:
+        """Accuracies over clients; on a common test set also by the classes that clients have, as FedNH's PM are."""
+        summed = evaluate.over_clients(tables)
+        found = {'': summed.mean, '_std': summed.std, '_pooled': summed.pooled, '_low': summed.low}
+        if self.setting.tests == 'common':
+            tested = jnp.sum(tables, (1, 2)) > 0
+            for kind in ('present', 'labels'):
+                values = evaluate.weighted_accuracy(tables, data.class_weights(self.train, kind))
+                over = evaluate.over(values, tested)
+                found |= {f'_{kind}': over.mean, f'_{kind}_std': over.std}
+        return {f'{name}{end}': float(value) for end, value in found.items()}
+
+
+def each(values: Array, tested: np.ndarray) -> list[float | None]:
+    """Numbers of clients, with None for those who are not tested."""
+    return [float(value) if n else None for value, n in zip(np.asarray(values), tested, strict=True)]
 
 
 def settle(setting: Setting, out: Path, resume: bool) -> None:

@@ -59,7 +59,7 @@ class Setup(NamedTuple):
     scale: float
     rounds: int
     auxiliary: FederatedData | None
-    weigh: str | None
+    weigh: str
     options: Mapping[str, Any]  # further arguments of the factory
 
     @property
@@ -105,8 +105,8 @@ SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 """(rate, by default that of its paper) -> optimizer."""
 
-WEIGHTS: dict[str | None, dict[str, Any]] = {
-    None: {},
+WEIGHTS: dict[str, dict[str, Any]] = {
+    'published': {},
     'examples': {'aggregate': aggregators.mean, 'aggregate_stats': aggregators.mean},
     'alike': alg.fedavg.UNWEIGHTED,
 }
@@ -144,7 +144,8 @@ class Method(NamedTuple):
         scale: float = 1.0,
         rounds: int = 200,
         auxiliary: FederatedData | None = None,
-        weigh: str | None = None,
+        weigh: str = 'published',
+        personal: str = 'own',
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Recipe:
         """The method's recipe. It ignores what it has no use for, but for a head, loss or server optimizer.
@@ -163,6 +164,8 @@ class Method(NamedTuple):
           rounds: how long training will be.
           auxiliary: the server's own examples, one client a class, which Ratio Loss needs; see `auxiliary`.
           weigh: one of `WEIGHTS`; by default as the method has it.
+          personal: 'own' as the docstrings here say; 'latest' for clients' latest local models, where training makes
+            no personal ones.
           options: further arguments of the method's factory, such as `{'mu': 0.1}`.
 
         Raises:
@@ -170,7 +173,7 @@ class Method(NamedTuple):
         """
         head, loss = head or self.heads[0], loss or self.losses[0]
         if weigh not in WEIGHTS:
-            raise ValueError(f"clients are weighed by 'examples' or 'alike', not by {weigh!r}")
+            raise ValueError(f"clients are weighed by 'examples' or 'alike', or as 'published', not by {weigh!r}")
         for what, given, known in (('head', head, self.heads), ('loss', loss, self.losses)):
             if given not in known:
                 raise ValueError(f'{self.name} has no {what} {given!r}, it takes {" or ".join(known)}')
@@ -187,11 +190,14 @@ class Method(NamedTuple):
             model, *opts, plan, made, learned, values, server_opt, dim, scale, rounds, auxiliary, weigh, options
         )
         try:
-            return self.make(setup)
+            recipe = self.make(setup)
         except TypeError as error:
             if not options:
                 raise
             raise ValueError(f'{self.name} cannot take the options {dict(options)}: {error}') from error
+        if personal == 'latest' and recipe.personalize is not None:
+            recipe = Recipe(alg.latest.keep(recipe.train), None, recipe.calibrate, join, recipe.refines)
+        return recipe
 
 
 def auxiliary(x: Any, y: Any, num_classes: int, each: int = 63) -> FederatedData:
@@ -293,9 +299,11 @@ def creff_recipe(s: Setup) -> Recipe:
 
 def fedrod_recipe(s: Setup) -> Recipe:
     """FedROD with private linear heads on the clients' latest models. Under an ETF, of which there is nothing to copy,
-    they start at zero."""
+    they start at zero. The option `personal='hyper'` is the network that was published for CIFAR."""
     personal = alg.fedrod.linear('generic' if s.learned else 'zeros')
     kwargs = {'head': s.head, 'personal': personal, 'personal_opt': s.personal_opt, **s.common}
+    if kwargs['personal'] == 'hyper':
+        kwargs['personal'] = alg.fedrod.hyper()
     return Recipe(alg.latest.keep(alg.fedrod.algorithm(s.model, s.client_opt, **kwargs)))
 
 
@@ -313,8 +321,17 @@ def fedetf_gmv_recipe(s: Setup) -> Recipe:
 
 
 def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
-    """FedNH or FedUH with a learned scale; one more local update makes the personal models."""
-    return lambda s: Recipe(method(s.model, s.client_opt, **{'scale': s.scale, **s.common}), s.finetune())
+    """FedNH or FedUH with a learned scale; one more local update makes the personal models.
+
+    The option `init` is a method of `frames.uniform`, such as 'orthogonal', which is that of FedNH's released code."""
+
+    def made(s: Setup) -> Recipe:
+        options = {'scale': s.scale, **s.common}
+        if isinstance(init := options.get('init'), str):
+            options['init'] = functools.partial(frames.uniform, method=init)
+        return Recipe(method(s.model, s.client_opt, **options), s.finetune())
+
+    return made
 
 
 def ccvr_recipe(s: Setup) -> Recipe:

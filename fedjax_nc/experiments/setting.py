@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import tomllib
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import flax.linen as nn
 import numpy as np
 
 from fedjax_nc import checks, data, models
+from fedjax_nc.data import images
 from fedjax_nc.data.partition import Parts
 from fedjax_nc.experiments import recipes
 
@@ -41,98 +43,139 @@ MODEL = {'cifar10': 'resnet20', 'cifar100': 'resnet20', 'digits': 'mlp'}
 LR = {'cifar10': 0.04, 'cifar100': 0.01, 'digits': 0.02}
 
 
+PIXELS: dict[str, tuple[Any, Any]] = {
+    'half': images.HALF,
+    'cifar10_ccvr': images.CIFAR10_CCVR,
+    'cifar100_ccvr': images.CIFAR100_CCVR,
+    'cifar10_fednh': images.CIFAR10_FEDNH,
+    'cifar100_fednh': images.CIFAR100_FEDNH,
+    'cifar10_fedloge': images.CIFAR10_FEDLOGE,
+    'cifar100_fedloge': images.CIFAR100_FEDLOGE,
+}
+"""Mean and deviation of pixels, by the data set and the paper that took them."""
+TESTS = ('split', 'matched', 'common')
+PERSONAL = ('own', 'latest')
+RATES = {name: float(inspect.signature(make).parameters['lr'].default) for name, make in recipes.SERVER_OPTIMIZERS.items()}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
     """One run. The defaults are FedETF's published setting for CIFAR-10.
+
+    What is None when it is made has the default that is said beside it: a setting that is made holds no None.
 
     Raises:
       ValueError: when made, for an unknown name or a number out of range.
     """
 
     dataset: str = 'cifar10'
-    max_examples: int | None = None  # of the training set, as equally over the classes as it allows; all by default
-    imbalance: float = 1.0  # largest over smallest class of a training set made long-tailed; clients are then tested on
-    # parts of the test set with their own proportions of classes, as in FedLoGe
+    max_examples: int = 0  # of the training set, as equally over the classes as it allows; 0 is all
+    imbalance: float = 1.0  # largest over smallest class of a training set made long-tailed
     clients: int = 20
-    partition: str = None  # type: ignore[assignment]  # by default 'dirichlet', and 'dirichlet_draws' where it is long-tailed
+    partition: str = None  # type: ignore[assignment]  # 'dirichlet', and 'dirichlet_draws' where it is long-tailed
     alpha: float = 0.1  # of Dirichlet partitions
     classes_per_client: int = 2  # of 'shards'
-    test_share: float = 0.3  # of each client's examples, where it is not long-tailed
-    model: str = None  # type: ignore[assignment]  # by default 'resnet20', and 'mlp' for digits
+    tests: str = None  # type: ignore[assignment]  # what clients are tested on: 'split', a part of their own examples;
+    # 'matched', parts of the test set with their own proportions of classes, as in FedLoGe, and the default where it is
+    # long-tailed; 'common', the whole test set, on which classes then count as a client has them, as in FedNH
+    test_share: float = 0.3  # of each client's examples, with 'split'
+    model: str = None  # type: ignore[assignment]  # 'resnet20', and 'mlp' for digits
     norm: str = 'batch'  # or 'group': of ResNets and MobileNet
     precision: str = 'float32'  # or 'bfloat16': of the model's computations
+    pixels: str = 'half'  # one of PIXELS: how images are normalised
     crop: int = 0  # pixels by which training images are padded and cropped at random
+    crop_mode: str = 'constant'  # how they are padded: with black, or 'reflect'
     flip: bool = False  # whether they are mirrored at random
     algorithm: str = 'fedetf'
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further arguments of the algorithm's factory
-    head: str | None = None  # by default the algorithm's own, and so are the next three
-    loss: str | None = None
-    weigh: str | None = None  # 'examples' or 'alike'
-    server_optimizer: str | None = None
-    server_lr: float | None = None  # by default the server optimizer's own
-    lr: float = None  # type: ignore[assignment]  # by default 0.04, 0.01 for cifar100 and 0.02 for digits
+    head: str = None  # type: ignore[assignment]  # the algorithm's own, and so is the loss
+    loss: str = None  # type: ignore[assignment]
+    personal: str = 'own'  # how personal models come about: as the algorithm's recipe says, or 'latest', a client's
+    # latest local model, where the algorithm makes none
+    weigh: str = 'published'  # 'examples' or 'alike': how clients count
+    server_optimizer: str = 'average'  # plain averaging
+    server_lr: float = None  # type: ignore[assignment]  # the server optimizer's own
+    lr: float = None  # type: ignore[assignment]  # 0.04, 0.01 for cifar100 and 0.02 for digits
     momentum: float = 0.9
     weight_decay: float = 5e-4
     lr_decay: float = 1.0  # factor a round
-    clip: float | None = None  # largest norm of a gradient
+    clip: float = 0.0  # largest norm of a gradient; 0 is none
     batch_size: int = 128
     local_epochs: int = 3
     participation: float = 1.0  # share of the clients in a round
     rounds: int = 200
     eval_every: int = 1
+    eval_last: int = 0  # last rounds that are all evaluated; the summary has the mean over them, or, with 0, over the
+    # last five evaluations
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is None and field.default is not dataclasses.MISSING:
+                object.__setattr__(self, field.name, field.default)
         names = {
             'dataset': DATASETS,
             'partition': (None, *PARTITIONS),
+            'tests': (None, *TESTS),
             'model': (None, *MODELS),
             'norm': ('batch', 'group'),
             'precision': ('float32', 'bfloat16'),
+            'pixels': tuple(PIXELS),
+            'crop_mode': ('constant', 'reflect'),
             'algorithm': tuple(recipes.RECIPES),
             'head': (None, *recipes.HEADS),
             'loss': (None, *recipes.LOSSES),
+            'personal': PERSONAL,
             'weigh': tuple(recipes.WEIGHTS),
-            'server_optimizer': (None, *recipes.SERVER_OPTIMIZERS),
+            'server_optimizer': ('average', *recipes.SERVER_OPTIMIZERS),
         }
         for name, known in names.items():
             if (value := getattr(self, name)) not in known:
                 possible = ', '.join(u for u in known if u is not None)
                 raise ValueError(f'{name} must be one of {possible}, not {checks.shown(value)}')
+        method = recipes.RECIPES[self.algorithm]
+        resolved = {
+            'model': MODEL[self.dataset],
+            'lr': LR[self.dataset],
+            'partition': 'dirichlet_draws' if self.imbalance > 1 else 'dirichlet',
+            'tests': 'matched' if self.imbalance > 1 else 'split',
+            'head': method.heads[0],
+            'loss': method.losses[0],
+            'server_lr': RATES.get(self.server_optimizer, 1.0),
+        }
+        for name, value in resolved.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         for name in ('clients', 'classes_per_client', 'batch_size', 'local_epochs', 'rounds', 'eval_every'):
             checks.whole(name, getattr(self, name))
-        for name in ('crop', 'seed'):
+        for name in ('max_examples', 'crop', 'eval_last', 'seed'):
             checks.whole(name, getattr(self, name), 0)
-        if self.max_examples is not None:
-            checks.whole('max_examples', self.max_examples)
         checks.number('imbalance', self.imbalance, 1)
-        for name in ('alpha', 'lr', 'server_lr', 'clip'):
-            if getattr(self, name) is not None:
-                checks.number(name, getattr(self, name), open_low=True)
+        for name in ('alpha', 'lr', 'server_lr'):
+            checks.number(name, getattr(self, name), open_low=True)
         for name in ('participation', 'lr_decay'):
             checks.number(name, getattr(self, name), high=1, open_low=True)
         checks.number('momentum', self.momentum, high=1, open_high=True)
-        checks.number('weight_decay', self.weight_decay)
+        for name in ('weight_decay', 'clip'):
+            checks.number(name, getattr(self, name))
         checks.number('test_share', self.test_share, high=1, open_low=True, open_high=True)
         if not isinstance(self.flip, bool):
             raise ValueError(f'flip must be true or false, not {checks.shown(self.flip)}')
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
             raise ValueError(f'options must name arguments of the algorithm, not {checks.shown(self.options)}')
+        object.__setattr__(self, 'options', dict(self.options))
         if (self.crop or self.flip) and self.algorithm in ('moon', 'fedmmd'):
             raise ValueError(f'{self.algorithm} compares models on the same pixels: leave crop and flip out')
-        resolved = {
-            'model': self.model or MODEL[self.dataset],
-            'lr': LR[self.dataset] if self.lr is None else self.lr,
-            'partition': self.partition or ('dirichlet_draws' if self.imbalance > 1 else 'dirichlet'),
-            'options': dict(self.options),
-        }
-        for name, value in resolved.items():
-            object.__setattr__(self, name, value)
 
     @property
     def cohort(self) -> int:
         """Clients a round."""
         return max(1, round(self.participation * self.clients))
+
+    @property
+    def last(self) -> int:
+        """Evaluations at the end of which the summary has the mean."""
+        return self.eval_last or 5
 
     def plain(self) -> dict[str, Any]:
         """The setting as JSON can hold it."""
