@@ -37,6 +37,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read, or does not fit the run."""
 
 
+class InUseError(ValueError):
+    """Another run holds the directory."""
+
+
 class DamagedError(Exception):
     """A checkpoint does not hold what was written into it."""
 
@@ -59,7 +63,7 @@ def holding(out: Path) -> Iterator[None]:
     The lock is the operating system's, on the file `.lock`: it ends with the program that has it, however that ends.
 
     Raises:
-      ValueError: if another run holds it.
+      InUseError: if another run holds it.
     """
     if not first_process():
         yield
@@ -68,7 +72,7 @@ def holding(out: Path) -> Iterator[None]:
     try:
         held = FileLock(out.resolve() / '.lock', is_singleton=True).acquire(timeout=0)
     except Timeout:
-        raise ValueError(f'{out} is in use by another run: wait for its end, or choose another directory') from None
+        raise InUseError(f'{out} is in use by another run: wait for its end, or choose another directory') from None
     with held:
         yield
 

@@ -4,6 +4,7 @@ A frame `[d, C]` has one column a class.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -140,6 +141,7 @@ def sparse_etf(
     norm: float = 1.0,
     solver: str = 'mma',
     steps: int | None = None,
+    start: Callable[[Array, int, int], Array] = simplex_etf,
 ) -> Array:
     """A frame with a fixed share of zeros that is as close to a simplex ETF as it can be: [dim, classes] float32.
 
@@ -161,6 +163,7 @@ def sparse_etf(
       solver: 'mma', the loss above under Adam of rate 1e-4 for 10,000 steps, as the released code does it; or 'gram',
         which fits all cosines to `-1 / (C-1)` in 2,000 larger steps, and ends closer.
       steps: another number of steps.
+      start: the dense frame, `(key, dim, classes) -> [dim, classes]`, from whose entries it begins.
 
     Raises:
       ValueError: if no ETF of this size exists, for numbers out of range or an unknown solver, or if a column has no
@@ -173,7 +176,7 @@ def sparse_etf(
     if steps is not None:
         checks.whole('steps', steps, 0)
     k_dense, k_zeros = jax.random.split(key)
-    dense = simplex_etf(k_dense, dim, classes)
+    dense = start(k_dense, dim, classes)
     zeros = int(sparsity * dim * classes + 1e-6)  # 0.29 * 100 is a little less than 29
     kept = (jax.random.permutation(k_zeros, dim * classes) >= zeros).reshape(dim, classes)
     if not isinstance(kept, jax.core.Tracer) and not kept.any(axis=0).all():

@@ -168,6 +168,86 @@ def heat_maps(
     return figure
 
 
+def grouped_bars(
+    panels: Mapping[str, Mapping[str, ArrayLike]], groups: Sequence[str], *, ylabel: str = 'test accuracy [%]'
+) -> 'Figure':
+    """Draws a bar for each name in each group, with a line of one standard deviation over seeds to either side.
+
+    Args:
+        panels: title -> name -> values [G] or [seeds, G].
+        groups: names of the G groups, such as 'many', 'medium', 'few'.
+        ylabel: label of the vertical axis.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: if there is no panel, or values are not as many as groups.
+        ImportError: without matplotlib.
+    """
+    names = max((len(bars) for bars in panels.values()), default=0)
+    figure, row = _figure(max(2.6, 0.16 * names * len(groups) + 1.4), 2.9, len(panels))
+    for axes, (title, bars) in zip(row, panels.items(), strict=True):
+        width = 0.8 / max(len(bars), 1)
+        for i, (name, values) in enumerate(bars.items()):
+            y = np.atleast_2d(np.asarray(values, float))
+            if y.ndim != 2 or y.shape[1] != len(groups):
+                raise ValueError(f'{name!r} needs {len(groups)} values, or [seeds, {len(groups)}]; got {y.shape}.')
+            x = np.arange(len(groups)) + (i - (len(bars) - 1) / 2) * width
+            axes.bar(x, y.mean(0), 0.92 * width, label=name, color=_COLORS[i % len(_COLORS)])
+            if len(y) > 1:
+                axes.errorbar(x, y.mean(0), y.std(0), fmt='none', ecolor=_INK, elinewidth=1)
+        axes.set_xticks(range(len(groups)), labels=list(groups))
+        axes.set_title(title, fontsize=10, color=_INK)
+        axes.grid(axis='y', color='#e4e4e4', linewidth=0.8)
+        axes.set_axisbelow(True)
+    row[0].set_ylabel(ylabel)
+    handles, labels = row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc='outside right upper', frameon=False)
+    return figure
+
+
+def boxes(panels: Mapping[str, Mapping[str, ArrayLike]], *, ylabel: str = 'test accuracy [%]') -> 'Figure':
+    """Draws how values are spread, of clients for instance: a violin with a box in it for each name.
+
+    The box goes from the first to the third quartile, with a line at the median.
+
+    Args:
+        panels: title -> name -> values [n], of which NaN are left out.
+        ylabel: label of the vertical axis.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: if there is no panel, or a name has no values.
+        ImportError: without matplotlib.
+    """
+    names = max((len(spread) for spread in panels.values()), default=0)
+    figure, row = _figure(max(2.4, 0.75 * names + 0.8), 3.0, len(panels))
+    for axes, (title, spread) in zip(row, panels.items(), strict=True):
+        for i, (name, given) in enumerate(spread.items()):
+            values = np.asarray(given, float)
+            values = values[np.isfinite(values)]
+            if not values.size:
+                raise ValueError(f'{name!r} has no values to draw.')
+            color = _COLORS[i % len(_COLORS)]
+            if np.ptp(values) > 0:
+                for body in axes.violinplot(values, [i], widths=0.8, showextrema=False)['bodies']:  # type: ignore[attr-defined]
+                    body.set_facecolor(color)
+                    body.set_alpha(0.3)
+            drawn = axes.boxplot(values, positions=[i], widths=0.18, showfliers=False, whis=0, showcaps=False)
+            for part in ('boxes', 'medians', 'whiskers'):
+                for line in drawn[part]:
+                    line.set_color(color)
+        axes.set_xticks(range(len(spread)), labels=list(spread), rotation=30, ha='right')
+        axes.set_title(title, fontsize=10, color=_INK)
+        axes.grid(axis='y', color='#e4e4e4', linewidth=0.8)
+        axes.set_axisbelow(True)
+    row[0].set_ylabel(ylabel)
+    return figure
+
+
 def _curves(axes: 'Axes', curves: Curves, scale: float = 1) -> None:
     if not curves:
         raise ValueError('`curves` is empty: give at least one name -> (rounds, accuracy).')

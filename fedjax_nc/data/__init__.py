@@ -3,12 +3,14 @@
 partition: labels -> which examples lie on which client
 federated: a pool and a partition -> `FederatedData`; local test splits
 sources: data sets by name
+files: data sets from a user's own files
 images: preprocessing and augmentation on the device
 synthetic: small made-up data sets
 """
 
 from fedjax_nc.data import images
 from fedjax_nc.data.federated import class_weights, common_test, federate, matched_tests, split
+from fedjax_nc.data.files import load_npz
 from fedjax_nc.data.partition import (
     dirichlet,
     dirichlet_capped,
@@ -36,6 +38,7 @@ __all__ = [
     'iid',
     'images',
     'load_dataset',
+    'load_npz',
     'long_tail',
     'matched_tests',
     'natural',

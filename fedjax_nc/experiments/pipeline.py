@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from fedjax_nc import checkpoints, data, evaluate, local, memory, models, plots, simulate, training
 from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.data import images
-from fedjax_nc.experiments import recipes
+from fedjax_nc.experiments import provenance, recipes, traffic
 from fedjax_nc.experiments.setting import MODELS, PARTITIONS, PIXELS, Setting
 
 ETF: dict[str, dict[str, Any]] = {
@@ -56,28 +57,41 @@ def run(
         has other settings; and as `data.load_dataset` and `training.run`.
       DivergedError: if training or the personal models diverged.
     """
-    out = Path(out)
+    out, clock = Path(out), Clock()
     with checkpoints.holding(out):
         settle(setting, out, resume)
-        scene = load(setting, data_dir)
+        with clock.part('data'):
+            scene = load(setting, data_dir)
         recipe = build(setting, scene[0])
         k_init, k_train, k_tune = jax.random.split(jax.random.key(setting.seed), 3)
-        state = simulate.init(recipe.train, k_init, scene[1])
-        config = {**setting.plain(), **(record or {})}
+        with clock.part('initialisation'):
+            state = simulate.init(recipe.train, k_init, scene[1])
+            first = jax.device_get(state.server)  # training takes the buffers of the state
+        config = {**setting.plain(), **{k: v for k, v in (record or {}).items() if v is not None}}
         if not (out / 'config.json').exists():
             write(out / 'config.json', config)
         measure = Measures(setting, recipe, scene, k_train, k_tune, chunk)
+
+        def evaluated(state: State) -> dict[str, Array]:
+            with clock.part('evaluation'):
+                return jax.block_until_ready(measure.general(state))
+
         done = training.run(
             recipe.train, k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort, chunk=chunk,
-            mesh=mesh, evaluate=measure.general, eval_every=setting.eval_every, eval_last=setting.eval_last,
-            out=out, resume=resume,
-            on_round=on_round, progress=progress, name=setting.algorithm,
+            mesh=mesh, evaluate=evaluated, eval_every=setting.eval_every, eval_last=setting.eval_last,
+            out=out, resume=resume, on_round=on_round, progress=progress, name=setting.algorithm,
         )  # fmt: skip
         trained = done.state if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(done.state))
-        personal, tuned = measure.personal(trained)
+        with clock.part('personal'):
+            personal, tuned = measure.personal(trained)
+        clock.seconds |= {
+            'compilation': done.compile_seconds or compiled_before(out),
+            'rounds': sum(row['seconds'] for row in done.history),
+        }
         summary = {
             'algorithm': setting.algorithm,
             'dataset': setting.dataset,
+            'seed': setting.seed,
             'rounds': setting.rounds,
             **({'global_accuracy': done.history[-1]['accuracy']} if recipe.generic else {}),
             **{
@@ -86,24 +100,70 @@ def run(
                 if name in done.history[-1]
             },
             **personal,
+            **measure.final(trained),
             'rounds_per_second': done.rounds_per_second,
-            'compile_seconds': done.compile_seconds or compiled_before(out),
+            'compile_seconds': clock.seconds['compilation'],
+            'seconds': {**clock.seconds, 'total': sum(clock.seconds.values())},
             'padded_work_share': float(np.mean([row['padded_work'] for row in done.history])),
-            'device': jax.devices()[0].device_kind,
+            'broken_clients': int(sum(row['broken'] for row in done.history)),
+            'parameters': parameters(trained),
+            'bytes': sent(setting, traffic.of(recipe.train, first, trained, scene[1])),
             'jax': jax.__version__,
+            **provenance.about(),
         }
         write(out / 'config.json', config)  # a resumed run may be longer than it was begun
         write(out / 'summary.json', summary)
-        shown = 'accuracy' if recipe.generic else 'accuracy_personal'
-        seen = [(row['round'], row[shown]) for row in done.history if shown in row]
-        rounds, values = (np.array(column) for column in zip(*seen, strict=True))
-        title = f'{setting.dataset}, {setting.clients} clients, {setting.partition}'
-        if setting.partition.startswith('dirichlet'):
-            title = f'{setting.dataset}, {setting.clients} clients, Dirichlet({setting.alpha:g})'
-        plots.accuracy_curves({setting.algorithm: (rounds, values)}, title=title).savefig(out / 'accuracy.png', dpi=150)
+        picture(setting, recipe, done, out)
         if not tuned:
             raise training.DivergedError('the personal models diverged: begin a new run with a lower lr')
         return summary
+
+
+class Clock:
+    """Where the time of a run goes. What is measured again adds up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds what passes in it to a part."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+
+
+def parameters(state: State) -> dict[str, int]:
+    """Numbers that are trained, by the parts of the model and in all; those of the server's model."""
+    parts = {name: sum(u.size for u in jax.tree.leaves(part)) for name, part in state.server.variables.params.items()}
+    return {**parts, 'total': sum(parts.values())}
+
+
+def sent(setting: Setting, each: traffic.Traffic) -> dict[str, int]:
+    """Bytes of a client in a round, of a round, and of the run, in which every client is sent once what never moves."""
+    members, rounds = setting.cohort, setting.rounds
+    return {
+        'client_down': each.down,
+        'client_up': each.up,
+        'client_once': each.once,
+        'round_down': members * each.down,
+        'round_up': members * each.up,
+        'down': rounds * members * each.down + setting.clients * each.once,
+        'up': rounds * members * each.up,
+    }
+
+
+def picture(setting: Setting, recipe: recipes.Recipe, done: training.Run, out: Path) -> None:
+    """Draws the accuracy over rounds."""
+    shown = 'accuracy' if recipe.generic else 'accuracy_personal'
+    seen = [(row['round'], row[shown]) for row in done.history if shown in row]
+    rounds, values = (np.array(column) for column in zip(*seen, strict=True))
+    title = f'{setting.dataset}, {setting.clients} clients, {setting.partition}'
+    if setting.partition.startswith('dirichlet'):
+        title = f'{setting.dataset}, {setting.clients} clients, Dirichlet({setting.alpha:g})'
+    plots.accuracy_curves({setting.algorithm: (rounds, values)}, title=title).savefig(out / 'accuracy.png', dpi=150)
 
 
 Scene = tuple[data.Dataset, FederatedData, FederatedData]
@@ -116,7 +176,10 @@ def load(setting: Setting, data_dir: str | Path | None = None) -> Scene:
     Raises:
       ValueError: for a partition that cannot be, and as `data.load_dataset`.
     """
-    dataset = data.load_dataset(setting.dataset, data_dir)
+    if setting.dataset.endswith('.npz'):
+        dataset = data.load_npz(Path(data_dir or '.') / setting.dataset)
+    else:
+        dataset = data.load_dataset(setting.dataset, data_dir)
     if setting.max_examples:
         dataset = data.subset(dataset, setting.max_examples, setting.seed)
     if setting.imbalance > 1:
@@ -145,18 +208,23 @@ def build(setting: Setting, dataset: data.Dataset) -> recipes.Recipe:
         look = PIXELS[setting.pixels]
         augment = images.pipeline(*look, crop=setting.crop, flip=setting.flip, crop_mode=setting.crop_mode)
     server_opt, plain = None, setting.server_optimizer == 'average'
-    if not (plain and setting.server_lr == 1):
-        server_opt = recipes.SERVER_OPTIMIZERS['sgd' if plain else setting.server_optimizer](setting.server_lr)
+    if not (plain and setting.server_lr == 1 and not setting.server_momentum):
+        make = recipes.SERVER_OPTIMIZERS['sgd' if plain else setting.server_optimizer]
+        server_opt = make(setting.server_lr, setting.server_momentum)
     held = None
     if setting.algorithm == 'ratioloss':
         held = recipes.auxiliary(dataset.x_train, dataset.y_train, dataset.num_classes)
+    options = dict(setting.options)
+    compares = setting.algorithm in ('moon', 'fedmmd') or options.get('base') == 'moon'
+    if augment is not None and compares:
+        options, augment = {**options, 'preprocess': augment}, None  # all models that are compared see the same pixels
     return recipes.RECIPES[setting.algorithm](
         models.from_flax(module, augment),
         local.sgd(setting.lr, setting.momentum, setting.weight_decay, setting.lr_decay, setting.clip or None),
         local.Plan(setting.batch_size, setting.local_epochs),
         head=setting.head, loss=setting.loss, server_opt=server_opt,
         personal_opt=local.sgd(setting.lr, 0.0, 0.0, setting.lr_decay), rounds=setting.rounds, auxiliary=held,
-        weigh=setting.weigh, personal=setting.personal, options=setting.options, **ETF.get(setting.model, {}),
+        weigh=setting.weigh, personal=setting.personal, options=options, **ETF.get(setting.model, {}),
     )  # fmt: skip
 
 
@@ -229,6 +297,8 @@ class Measures:
         for name, variant in recipe.variants.items():
             found = evaluate.per_client(variant, personalized(variant)[0], self.test)
             told[f'personal_accuracy_{name}'] = float(evaluate.over_clients(found).mean)
+        if recipe.variants:  # what clients keep is a model of their own before the stage, too
+            told['personal_accuracy_trained'] = float(evaluate.over_clients(self.kept(state)).mean)
         tested = np.asarray(tables).sum((1, 2))
         told['clients'] = {
             'examples': np.asarray(self.train.size).tolist(),
@@ -245,6 +315,21 @@ class Measures:
                 'personal_accuracy_before_std': float(summed.std),
             }
         return told, tuned
+
+    def final(self, state: State) -> dict[str, Any]:
+        """What else the summary says of the generic model."""
+        if not self.recipe.generic:
+            return {}
+        algorithm, model = self.delivered(state)
+        found: dict[str, Any] = {
+            'class_accuracy': np.asarray(evaluate.class_accuracy(self.table(algorithm, model))).tolist(),
+            'class_examples': np.asarray(self.train.counts).sum(0).tolist(),
+        }
+        if self.recipe.oracle is not None:
+            algorithm, refit = self.recipe.oracle
+            bound = refit(self.k_tune, state, self.train)
+            found['global_accuracy_oracle'] = float(evaluate.accuracy(self.table(algorithm, bound)))
+        return found
 
     def told(self, name: str, tables: Array) -> dict[str, Any]:
         """Accuracies over clients; on a common test set also by the classes that clients have, as FedNH's PM are."""

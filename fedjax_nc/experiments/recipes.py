@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -37,6 +39,8 @@ class Recipe(NamedTuple):
     refines: bool = False  # whether the generic model is more than what was trained
     variants: Mapping[str, Algorithm] = {}  # other stages in the place of `personalize`
     generic: bool = True  # whether there is a generic model
+    oracle: tuple[Algorithm, Callable[[Array, State, FederatedData], State]] | None = None  # what predicts with a model
+    # refitted on all real features, NOT a federated method, and the refit
 
     @property
     def final(self) -> Algorithm:
@@ -81,12 +85,17 @@ HEADS: dict[str, Callable[[int | None, float, bool], Head]] = {
     'unit_norm': lambda dim, scale, learn: heads.unit_norm(),
     'cosine': lambda dim, scale, learn: heads.cosine(scale, learn),
     'etf': lambda dim, scale, learn: heads.etf(dim, scale=scale, learn_scale=learn),
+    'unprojected_etf': lambda dim, scale, learn: heads.etf(scale=scale, learn_scale=learn, project=False),
+    'projected_sparse_etf': lambda dim, scale, learn: heads.etf(
+        dim, scale=scale, learn_scale=learn, frame=frames.sparse_etf
+    ),
     'bare_etf': lambda dim, scale, learn: bare(frames.simplex_etf),
     'sparse_etf': lambda dim, scale, learn: bare(frames.sparse_etf),
     'prototypes': lambda dim, scale, learn: heads.prototypes(scale, learn, frames.uniform),
 }
 """(frame's dimension, first temperature, whether it is learned) -> head. The ETF of FedETF has a projection and a
-temperature, that of FedAvg_ETF is bare; prototypes are FedUH's, spread uniformly and frozen."""
+temperature, that of FedAvg_ETF is bare; 'unprojected_etf' and
+'projected_sparse_etf' are those of FedLoGe's ablations; prototypes are FedUH's, spread uniformly and frozen."""
 
 LOSSES: dict[str, Loss] = {
     'cross_entropy': losses.cross_entropy,
@@ -97,13 +106,13 @@ LOSSES: dict[str, Loss] = {
 }
 
 SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    'sgd': lambda lr=1.0: optax.sgd(lr),
-    'fedavgm': server_optimizers.fedavgm,
-    'fedadagrad': server_optimizers.fedadagrad,
-    'fedadam': server_optimizers.fedadam,
-    'fedyogi': server_optimizers.fedyogi,
+    'sgd': lambda lr=1.0, momentum=0.0: optax.sgd(lr, momentum or None),
+    'fedavgm': lambda lr=0.1, momentum=0.9: server_optimizers.fedavgm(lr, momentum),
+    'fedadagrad': lambda lr=1e-2, momentum=0.0: server_optimizers.fedadagrad(lr, momentum),
+    'fedadam': lambda lr=1e-2, momentum=0.9: server_optimizers.fedadam(lr, momentum),
+    'fedyogi': lambda lr=1e-2, momentum=0.9: server_optimizers.fedyogi(lr, momentum),
 }
-"""(rate, by default that of its paper) -> optimizer."""
+"""(rate, momentum; by default those of its paper) -> optimizer."""
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     'published': {},
@@ -113,12 +122,36 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 """How clients are weighed: as the method has it, by their numbers of examples, or all alike."""
 
 LEARNED = ('linear', 'unbiased', 'unit_norm', 'cosine')  # heads whose class vectors are trained
-OF_COSINES = {'heads': ('cosine', 'etf', 'prototypes'), 'losses': ('positive', 'dot_regression')}
+OF_COSINES = {
+    'heads': ('cosine', 'etf', 'unprojected_etf', 'projected_sparse_etf', 'prototypes'),
+    'losses': ('positive', 'dot_regression'),
+}
 
 
-def bare(frame: heads.Frame) -> Head:
-    """A frozen frame on the features as they are."""
-    return heads.etf(learn_scale=False, project=False, unit_features=False, frame=frame)
+def entries(init: Callable[..., Array]) -> heads.Frame:
+    """A frame [D, C] of the entries that an initialiser draws for a layer from D to C."""
+    return lambda key, dim, classes: init(key, (dim, classes), jnp.float32)
+
+
+DRAWN = {
+    'xavier': entries(jax.nn.initializers.glorot_uniform()),
+    'gaussian': entries(jax.nn.initializers.normal(1.0)),
+    'uniform': entries(lambda key, shape, dtype: jax.random.uniform(key, shape, dtype)),
+    'orthogonal': entries(jax.nn.initializers.orthogonal()),
+    'kaiming': entries(jax.nn.initializers.he_uniform()),
+}
+FRAMES: dict[str, heads.Frame] = {
+    'etf': frames.simplex_etf,
+    'sparse_etf': frames.sparse_etf,
+    **DRAWN,
+    **{f'sparse_{name}': functools.partial(frames.sparse_etf, start=drawn) for name, drawn in DRAWN.items()},
+}
+"""What FedLoGe may freeze: an ETF, a sparse one, or a matrix as layers begin with, and the sparse ETF from there."""
+
+
+def bare(frame: heads.Frame, scale: float = 1.0) -> Head:
+    """A frozen frame on the features as they are, its columns `scale` times as long."""
+    return heads.etf(scale=scale, learn_scale=False, project=False, unit_features=False, frame=frame)
 
 
 class Method(NamedTuple):
@@ -251,15 +284,34 @@ def feddyn_recipe(s: Setup) -> Recipe:
 
 
 def fedprox_recipe(s: Setup) -> Recipe:
-    """FedProx at mu = 0.001, as FedETF's comparison ran it; the anchor stays while models are made personal."""
-    kwargs = {'mu': 0.001, **s.common}
-    train = alg.fedprox.algorithm(s.task, s.client_opt, **kwargs)
-    return Recipe(train, s.finetune(penalty=alg.fedprox.proximal(kwargs['mu'])))
+    """FedProx at mu = 0.001, as FedETF's comparison ran it; the anchor stays while models are made personal. The option
+    `anchored=['head']` holds that part alone, which is the clsprox of CCVR's comparison."""
+    kwargs = {'mu': 0.001, 'anchored': None, **s.common}
+    penalty = alg.fedprox.proximal(kwargs.pop('mu'), kwargs.pop('anchored'))
+    return Recipe(alg.fedavg.algorithm(s.task, s.client_opt, penalty=penalty, **kwargs), s.finetune(penalty=penalty))
 
 
-def moon_recipe(s: Setup) -> Recipe:
-    """MOON at mu = 1, with its projection between model and head."""
-    return shared(alg.moon.algorithm, mu=1.0)(s._replace(model=alg.moon.projected(s.model)))
+def contrasting(factory: Callable[..., Algorithm], project: bool, **kwargs: Any) -> Callable[[Setup], Recipe]:
+    """A method that compares models on the same images, which the option `preprocess` prepares for all of them.
+
+    Args:
+      factory: MOON's or FedMMD's.
+      project: whether MOON's projection comes between model and head, unless the option `project` says otherwise.
+      **kwargs: defaults of its options.
+    """
+
+    def made(s: Setup) -> Recipe:
+        options = {**kwargs, 'project': project, **s.options}
+        if options.pop('project'):
+            s = s._replace(model=alg.moon.projected(s.model))
+        s = s._replace(options=options)
+        seen = alg.moon.prepared(s.task, options.get('preprocess'))
+        return Recipe(factory(s.task, s.client_opt, **s.common), s.finetune(seen))
+
+    return made
+
+
+moon_recipe = contrasting(alg.moon.algorithm, project=True, mu=1.0)  # as FedETF's comparison ran it
 
 
 def fedrs_recipe(s: Setup) -> Recipe:
@@ -314,10 +366,12 @@ def fedetf_recipe(s: Setup) -> Recipe:
 
 
 def fedetf_gmv_recipe(s: Setup) -> Recipe:
-    """FedAvg_ETF whose memory acts in the last two fifths of the rounds; one more local update makes it personal."""
-    kwargs = {'warm': round(0.6 * s.rounds), 'head': s.head, **s.common}
-    train = alg.fedetf_gmv.algorithm(s.model, s.client_opt, **kwargs)
-    return Recipe(train, s.finetune(remembering(s.task)))
+    """FedAvg_ETF whose memory acts in the last two fifths of the rounds; one more local update makes it personal. The
+    option `scale` is the length of the ETF's columns."""
+    options = dict(s.common)
+    head = bare(frames.simplex_etf, options.pop('scale')) if 'scale' in options else s.head
+    train = alg.fedetf_gmv.algorithm(s.model, s.client_opt, **{'warm': round(0.6 * s.rounds), 'head': head, **options})
+    return Recipe(train, s.finetune(remembering(objective(s.model, head, s.loss))))
 
 
 def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
@@ -335,22 +389,43 @@ def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Rec
 
 
 def ccvr_recipe(s: Setup) -> Recipe:
-    """FedAvg calibrated by CCVR. Personal models tune the calibrated head alone: psi has no slope at zero."""
+    """FedAvg, or the option `base` 'fedprox' or 'moon' at the option `mu`, calibrated by CCVR with `samples` virtual
+    features of each class. Personal models tune the calibrated head alone: psi has no slope at zero."""
+    options = {'base': 'fedavg', 'samples': 100, **s.options}
+    base, samples = options.pop('base'), options.pop('samples')
+    bases = {'fedavg': shared(alg.fedavg.algorithm), 'fedprox': fedprox_recipe, 'moon': moon_recipe}
+    if base not in bases:
+        raise ValueError(f'ccvr calibrates {", ".join(bases)}, not {base!r}')
+    train = bases[base](s._replace(options=options)).train
+    task = s.task
+    if base == 'moon':
+        body = alg.moon.projected(s.model) if options.get('project', True) else s.model
+        task = alg.moon.prepared(objective(body, s.head, s.loss), options.get('preprocess'))
     psi = alg.ccvr.tukey()
-    personal = s.finetune(transformed(s.task, psi), parts=('head',))
-    train = alg.fedavg.algorithm(s.task, s.client_opt, **s.common)
-    return Recipe(train, personal, alg.ccvr.calibrate(s.task, transform=psi), refines=True)
+    personal = s.finetune(transformed(task, psi), parts=('head',))
+    calibrate = alg.ccvr.calibrate(task, transform=psi, samples=samples)
+
+    def oracle(key: Array, state: State, data: FederatedData) -> State:
+        return state._replace(server=alg.ccvr.oracle(key, task, state.server, data))
+
+    return Recipe(train, personal, calibrate, refines=True, oracle=(train, oracle))
 
 
 def fedloge_recipe(s: Setup) -> Recipe:
-    """FedLoGe: the generic model is the globally realigned one, personal models are the locally realigned ones."""
+    """FedLoGe: the generic model is the globally realigned one, personal models are the locally realigned ones. The
+    option `frame` is one of `FRAMES`."""
+    options = dict(s.common)
+    if 'frame' in options:
+        if options['frame'] not in FRAMES:
+            raise ValueError(f'frame must be one of {", ".join(FRAMES)}, not {options["frame"]!r}')
+        options['frame'] = FRAMES[options['frame']]
 
     def enter(stage: Algorithm, key: Array, state: State, data: FederatedData) -> State:
         return alg.fedloge.stage_state(state)
 
     realign = functools.partial(alg.fedloge.realign, s.model, s.client_opt, plan=s.plan)
     variants = {'released': realign(mode='released'), 'tuned': realign(finetune_epochs=15)}
-    return Recipe(alg.fedloge.algorithm(s.model, s.client_opt, **s.common), realign(), None, enter, True, variants)
+    return Recipe(alg.fedloge.algorithm(s.model, s.client_opt, **options), realign(), None, enter, True, variants)
 
 
 CE, BALANCED = ('cross_entropy',), ('balanced_softmax',)
@@ -363,14 +438,14 @@ RECIPES: dict[str, Method] = {
         Method('fednova', shared(alg.fednova.algorithm)),
         Method('feddyn', feddyn_recipe),
         Method('moon', moon_recipe),
-        Method('fedmmd', shared(alg.fedmmd.algorithm)),
+        Method('fedmmd', contrasting(alg.fedmmd.algorithm, project=False)),
         Method('fedrs', fedrs_recipe, ('unbiased', *(h for h in HEADS if h != 'unbiased')), ('restricted_softmax',)),
         Method('fedaws', shared(alg.fedaws.algorithm), LEARNED),
         Method('ratioloss', ratioloss_recipe, LEARNED, CE),
         Method('creff', creff_recipe, ('unbiased',), CE),
         Method('ccvr', ccvr_recipe, LEARNED),
         Method('fedetf', fedetf_recipe, ('etf',), BALANCED),
-        Method('fedetf_gmv', fedetf_gmv_recipe, ('bare_etf',), CE),
+        Method('fedetf_gmv', fedetf_gmv_recipe, ('bare_etf', 'unbiased'), CE),
         Method('feduh', prototypes_recipe(alg.feduh.algorithm), ('prototypes',), CE),
         Method('fednh', prototypes_recipe(alg.fednh.algorithm), ('prototypes',), CE),
         Method('fedloge', fedloge_recipe, ('sparse_etf',), CE),

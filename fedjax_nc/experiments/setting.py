@@ -55,11 +55,52 @@ PIXELS: dict[str, tuple[Any, Any]] = {
 """Mean and deviation of pixels, by the data set and the paper that took them."""
 TESTS = ('split', 'matched', 'common')
 PERSONAL = ('own', 'latest')
-RATES = {name: float(inspect.signature(make).parameters['lr'].default) for name, make in recipes.SERVER_OPTIMIZERS.items()}
+SERVERS = {name: inspect.signature(make).parameters for name, make in recipes.SERVER_OPTIMIZERS.items()}
+
+
+class Plain:
+    """A dataclass that is plain data: read from JSON or TOML, written as JSON, named by what it says."""
+
+    def plain(self) -> dict[str, Any]:
+        """All fields, as JSON can hold them."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits of all that it says beyond the defaults, for the name of its folder."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        said = {name: value for name, value in self.plain().items() if value != defaults[name] and value != {}}
+        return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Self:
+        """What a mapping describes; what it does not name has its default.
+
+        Raises:
+          ValueError: for a name that there is not, or as the class.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        if unknown := sorted(set(plain) - set(names)):
+            raise ValueError(f'no setting is called {", ".join(unknown)}; there are {", ".join(names)}')
+        return cls(**plain)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """What a JSON or TOML file describes.
+
+        Raises:
+          OSError: if it cannot be read.
+          ValueError: if it is neither, or as `of`; with the file's name.
+        """
+        try:
+            return cls.of(described(path))
+        except ValueError as error:
+            raise ValueError(f'{path}: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Plain):
     """One run. The defaults are FedETF's published setting for CIFAR-10.
 
     What is None when it is made has the default that is said beside it: a setting that is made holds no None.
@@ -68,7 +109,7 @@ class Setting:
       ValueError: when made, for an unknown name or a number out of range.
     """
 
-    dataset: str = 'cifar10'
+    dataset: str = 'cifar10'  # one of DATASETS, or a file NAME.npz where data sets lie
     max_examples: int = 0  # of the training set, as equally over the classes as it allows; 0 is all
     imbalance: float = 1.0  # largest over smallest class of a training set made long-tailed
     clients: int = 20
@@ -94,7 +135,8 @@ class Setting:
     # latest local model, where the algorithm makes none
     weigh: str = 'published'  # 'examples' or 'alike': how clients count
     server_optimizer: str = 'average'  # plain averaging
-    server_lr: float = None  # type: ignore[assignment]  # the server optimizer's own
+    server_lr: float = None  # type: ignore[assignment]  # the server optimizer's own, and so is the momentum
+    server_momentum: float = None  # type: ignore[assignment]
     lr: float = None  # type: ignore[assignment]  # 0.04, 0.01 for cifar100 and 0.02 for digits
     momentum: float = 0.9
     weight_decay: float = 5e-4
@@ -114,7 +156,6 @@ class Setting:
             if getattr(self, field.name) is None and field.default is not dataclasses.MISSING:
                 object.__setattr__(self, field.name, field.default)
         names = {
-            'dataset': DATASETS,
             'partition': (None, *PARTITIONS),
             'tests': (None, *TESTS),
             'model': (None, *MODELS),
@@ -129,19 +170,26 @@ class Setting:
             'weigh': tuple(recipes.WEIGHTS),
             'server_optimizer': ('average', *recipes.SERVER_OPTIMIZERS),
         }
+        own = isinstance(self.dataset, str) and self.dataset.endswith('.npz')
+        if not own and self.dataset not in DATASETS:
+            possible = ', '.join(DATASETS)
+            raise ValueError(f'dataset must be one of {possible}, or NAME.npz, not {checks.shown(self.dataset)}')
         for name, known in names.items():
             if (value := getattr(self, name)) not in known:
                 possible = ', '.join(u for u in known if u is not None)
                 raise ValueError(f'{name} must be one of {possible}, not {checks.shown(value)}')
         method = recipes.RECIPES[self.algorithm]
         resolved = {
-            'model': MODEL[self.dataset],
-            'lr': LR[self.dataset],
+            'model': MODEL.get(self.dataset, 'resnet20'),
+            'lr': LR.get(self.dataset, 0.04),
             'partition': 'dirichlet_draws' if self.imbalance > 1 else 'dirichlet',
             'tests': 'matched' if self.imbalance > 1 else 'split',
             'head': method.heads[0],
             'loss': method.losses[0],
-            'server_lr': RATES.get(self.server_optimizer, 1.0),
+            'server_lr': 1.0 if self.server_optimizer == 'average' else SERVERS[self.server_optimizer]['lr'].default,
+            'server_momentum': 0.0
+            if self.server_optimizer == 'average'
+            else SERVERS[self.server_optimizer]['momentum'].default,
         }
         for name, value in resolved.items():
             if getattr(self, name) is None:
@@ -155,7 +203,8 @@ class Setting:
             checks.number(name, getattr(self, name), open_low=True)
         for name in ('participation', 'lr_decay'):
             checks.number(name, getattr(self, name), high=1, open_low=True)
-        checks.number('momentum', self.momentum, high=1, open_high=True)
+        for name in ('momentum', 'server_momentum'):
+            checks.number(name, getattr(self, name), high=1, open_high=True)
         for name in ('weight_decay', 'clip'):
             checks.number(name, getattr(self, name))
         checks.number('test_share', self.test_share, high=1, open_low=True, open_high=True)
@@ -164,8 +213,6 @@ class Setting:
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
             raise ValueError(f'options must name arguments of the algorithm, not {checks.shown(self.options)}')
         object.__setattr__(self, 'options', dict(self.options))
-        if (self.crop or self.flip) and self.algorithm in ('moon', 'fedmmd'):
-            raise ValueError(f'{self.algorithm} compares models on the same pixels: leave crop and flip out')
 
     @property
     def cohort(self) -> int:
@@ -173,45 +220,14 @@ class Setting:
         return max(1, round(self.participation * self.clients))
 
     @property
+    def name(self) -> str:
+        """That of its folder."""
+        return f'{self.algorithm}-{Path(self.dataset).stem}-{self.digest}'
+
+    @property
     def last(self) -> int:
         """Evaluations at the end of which the summary has the mean."""
         return self.eval_last or 5
-
-    def plain(self) -> dict[str, Any]:
-        """The setting as JSON can hold it."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**values, 'options': dict(self.options)}
-
-    @property
-    def digest(self) -> str:
-        """Twelve hexadecimal digits of all that it says: the name of its folder."""
-        return hashlib.blake2b(json.dumps(self.plain(), sort_keys=True).encode(), digest_size=6).hexdigest()
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Self:
-        """The setting that a mapping describes; what it does not name has its default.
-
-        Raises:
-          ValueError: for a name that no setting has, or as the class.
-        """
-        unknown = sorted(set(plain) - {field.name for field in dataclasses.fields(cls)})
-        if unknown:
-            known = ', '.join(field.name for field in dataclasses.fields(cls))
-            raise ValueError(f'no setting is called {", ".join(unknown)}; there are {known}')
-        return cls(**plain)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """The setting in a JSON or TOML file.
-
-        Raises:
-          OSError: if it cannot be read.
-          ValueError: if it is neither, or as `of`; with the file's name.
-        """
-        try:
-            return cls.of(described(path))
-        except ValueError as error:
-            raise ValueError(f'{path}: {error}') from error
 
 
 def described(path: str | Path) -> dict[str, Any]:

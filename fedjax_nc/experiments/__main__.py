@@ -1,0 +1,116 @@
+"""Published tables and studies of one's own, from the command line.
+
+    python -m fedjax_nc.experiments list
+    python -m fedjax_nc.experiments show fednh_1
+    python -m fedjax_nc.experiments run fednh_1 --scale reduced --data-dir ~/data
+    python -m fedjax_nc.experiments run study.toml --rows FedAvg FedNH --seeds 0 1 2
+    python -m fedjax_nc.experiments report study.toml
+
+What is finished is not run again and what was interrupted goes on: the same command can be given until all is done.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fedjax_nc.experiments import command, report, runner, study
+from fedjax_nc.experiments.study import Study
+
+PROG = 'fedjax_nc.experiments'
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = command.Parser(prog=PROG, description=__doc__, formatter_class=form)
+    kinds = parser.add_subparsers(dest='task', required=True, metavar='list|show|run|report')
+    kinds.add_parser('list', help='the published tables, one line each')
+    shown = kinds.add_parser('show', help='the settings of a study and what was published')
+    run = kinds.add_parser('run', help='runs what is missing of a study, and reports')
+    told = kinds.add_parser('report', help='tables and figures of the runs that are finished')
+    count = command.number(int, 0, 2**31 - 1)
+    for sub in (shown, run, told):
+        sub.add_argument('study', help='a published table, or a .toml or .json file')
+        sub.add_argument('--scale', default='full', help='full, or another scale that the study has')
+        sub.add_argument('--rows', nargs='+', metavar='METHOD', help='methods; by default all')
+        sub.add_argument('--scenes', nargs='+', metavar='SCENE', help='by default all')
+        sub.add_argument('--seeds', nargs='+', type=count, help="by default the study's")
+    for sub in (run, told):
+        sub.add_argument('--out', type=Path, default=Path('runs'), help='folder of runs and reports')
+        sub.add_argument('--target', type=command.number(float, 0, 100), help='accuracy in %% to count rounds to')
+    run.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Does what a command line says."""
+    args = arguments(argv)
+    if args.task == 'list':
+        print('\n'.join(line(Study.read(name)) for name in study.tables()))
+        return
+    chosen = Study.read(args.study, args.scale).some(args.rows, args.scenes, args.seeds)
+    if args.task == 'show':
+        print(described(chosen))
+        return
+    if args.task == 'run':
+        busy = runner.carry_out(chosen, args.out, data_dir=args.data_dir)
+        for run in busy:
+            print(f'{run.label}: another process has it in hand')
+    folder = report.write(chosen, args.out, args.target)
+    print((folder / 'report.md').read_text())
+    print(f'written to {folder}')
+
+
+def line(table: Study) -> str:
+    """A published table in one line: name, title, rows, and what each scale costs."""
+    costs = []
+    for scale in table.scales:
+        minutes = Study.read(table.name, scale)
+        costs.append(f'{scale} {cost(minutes)}')
+    return f'{table.name:<12} {table.title}; {len(table.methods)} rows; {", ".join(costs)}'
+
+
+def cost(chosen: Study) -> str:
+    """About how long the runs of a study take on two cores."""
+    runs = len(runner.distinct(chosen.runs))
+    if not runs:
+        return 'cannot be run'
+    if math.isnan(chosen.minutes):
+        return f'{runs} runs'
+    return f'{runs} runs of {tqdm.format_interval(60 * chosen.minutes)}'
+
+
+def described(chosen: Study) -> str:
+    """A study in words: what its runs have in common, what sets them apart, and what was published."""
+    lines = [chosen.title, *([f'Published: {chosen.source}'] if chosen.source else [])]
+    lines += [f'Scale {chosen.scale}: {cost(chosen)} on two cores. {chosen.about}']
+    lines += [f'Other scales: {", ".join(s for s in chosen.scales if s != chosen.scale) or "none"}', '']
+    plain = [run.setting.plain() for run in chosen.runs]
+    common = {k: v for k, v in plain[0].items() if all(p.get(k) == v for p in plain)} if plain else {}
+    lines += ['All runs:', '  ' + ', '.join(f'{k} = {v}' for k, v in common.items()), '', 'Rows:']
+    seen = set()
+    for run, values in zip(chosen.runs, plain, strict=True):
+        if (run.method, run.scene) not in seen:
+            seen.add((run.method, run.scene))
+            own = ', '.join(f'{k} = {v}' for k, v in values.items() if k not in common and k != 'seed')
+            lines.append(f'  {run.method}{f" | {run.scene}" if run.scene else ""}: {own}')
+    lines += [f'  not run: {scene}: {why}' for scene, why in chosen.unavailable.items() if scene in chosen.scenes]
+    if chosen.published:
+        lines += ['', f'Published ({", ".join(chosen.metrics)}):']
+        for (method, scene), numbers in chosen.published.items():
+            if method in chosen.methods and scene in chosen.scenes:
+                said = ' | '.join(report.cell('accuracy', *pair) or '-' for pair in numbers)
+                lines.append(f'  {method}{f" | {scene}" if scene else ""}: {said}')
+    lines += ['', *(f'Note: {note}' for note in chosen.notes)]
+    return '\n'.join(lines).rstrip()
+
+
+def program() -> None:
+    """The console script."""
+    command.script(main, PROG, resume=None)
+
+
+if __name__ == '__main__':
+    program()

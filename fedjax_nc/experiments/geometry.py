@@ -1,0 +1,60 @@
+"""Frames instead of training: how close a sparse ETF comes to what it should be."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedjax_nc import checkpoints, checks, frames
+from fedjax_nc.experiments import provenance
+from fedjax_nc.experiments.setting import Plain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry(Plain):
+    """One frame, as `frames.sparse_etf` makes it.
+
+    Raises:
+      ValueError: when made, for numbers out of range.
+    """
+
+    dim: int = 512
+    classes: int = 100
+    sparsity: float = 0.6
+    norm: float = 1.0
+    solver: str = 'mma'
+    steps: int = 10_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (('dim', 1), ('classes', 2), ('steps', 0), ('seed', 0)):
+            checks.whole(name, getattr(self, name), low)
+        checks.number('sparsity', self.sparsity, high=1, open_high=True)
+        checks.number('norm', self.norm, open_low=True)
+        if self.solver not in ('mma', 'gram'):
+            raise ValueError(f'solver must be mma or gram, not {checks.shown(self.solver)}')
+
+    @property
+    def name(self) -> str:
+        """That of its folder."""
+        return f'frame-{self.digest}'
+
+
+def run(setting: Geometry, out: str | Path) -> dict[str, Any]:
+    """Makes the frame and measures it. Writes `config.json` and `summary.json` into `out`, and returns the summary."""
+    out, begun = Path(out), time.perf_counter()
+    with checkpoints.holding(out):
+        made = {name: value for name, value in setting.plain().items() if name not in ('dim', 'classes', 'seed')}
+        frame = frames.sparse_etf(jax.random.key(setting.seed), setting.dim, setting.classes, **made)
+        seen = frames.frame_quality(frame)._asdict()
+        summary = {
+            **{name: float(value) for name, value in seen.items()},
+            'seconds': {'total': time.perf_counter() - begun},
+            **provenance.about(),
+        }
+        for name, content in (('config', setting.plain()), ('summary', summary)):
+            checkpoints.replace(out / f'{name}.json', json.dumps(content, indent=2) + '\n')
+    return summary

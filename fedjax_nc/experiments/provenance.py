@@ -1,0 +1,76 @@
+"""What a result came from: versions, commit, device, memory."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import fedjax_nc
+
+PACKAGES = ('fedjax_nc', 'jax', 'jaxlib', 'flax', 'optax', 'numpy')
+
+
+def about() -> dict[str, Any]:
+    """Versions, the library's commit if it runs from a checkout, device and date are told as an appendix needs them."""
+    commit = revision(Path(fedjax_nc.__file__).parent)
+    return {
+        'device': device(),
+        'versions': {'python': platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        **({'commit': commit} if commit else {}),
+        **peak_memory(),
+    }
+
+
+def version(package: str) -> str:
+    """That of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # on the path without being installed
+        return 'unknown'
+
+
+def revision(folder: Path) -> str:
+    """The commit of the checkout that a folder belongs to, with '+' if tracked files differ from it; '' if none."""
+    git = ['git', '-C', str(folder)]
+    try:
+        said = subprocess.run(
+            [*git, 'rev-parse', 'HEAD', '--show-toplevel'], capture_output=True, text=True, timeout=10, check=True
+        )
+        commit, top = said.stdout.split('\n')[:2]
+        if Path(top) != folder.parent:  # a checkout of something else, in which the library is installed
+            return ''
+        same = subprocess.run([*git, 'diff', '--quiet', 'HEAD', '--', str(folder)], timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ''
+    return commit + ('+' if same.returncode else '')
+
+
+def device() -> str:
+    """What computes: the accelerator, or the processor and its number of cores."""
+    if jax.default_backend() != 'cpu':
+        return jax.devices()[0].device_kind
+    about = Path('/proc/cpuinfo')
+    found = re.search(r'model name\s*: (.*)', about.read_text()) if about.exists() else None
+    name = found[1] if found else platform.processor() or 'unknown processor'
+    return f'{name}, {os.cpu_count()} cores'
+
+
+def peak_memory() -> dict[str, int]:
+    """The most bytes that this process has held until now, and the most on a device if that tells."""
+    found = {}
+    try:
+        import resource
+
+        unit = 1 if platform.system() == 'Darwin' else 1024
+        found['peak_process_bytes'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    except ImportError:  # not on Windows
+        pass
+    stats = jax.devices()[0].memory_stats() or {}
+    if 'peak_bytes_in_use' in stats:
+        found['peak_device_bytes'] = int(stats['peak_bytes_in_use'])
+    return found

@@ -1,0 +1,312 @@
+"""What a study has found: tables in Markdown, LaTeX and CSV, and figures.
+
+Numbers are those of the last round or means over the last ones, as the study's metrics say, never of the best round. A
+mean over seeds comes with the standard deviation of a sample (ddof 1), a difference to the baseline is that of pairs of
+the same seed, thus of the same partition, and comes with the 95 % interval of Student's t.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from fedjax_nc import checkpoints
+from fedjax_nc.experiments import figures, runner
+from fedjax_nc.experiments.figures import Found
+from fedjax_nc.experiments.study import Study
+
+
+class Mean(NamedTuple):
+    """Over seeds."""
+
+    mean: float
+    std: float  # NaN for one seed
+    seeds: int
+
+
+class Difference(NamedTuple):
+    """Of pairs of the same seed: their mean and the bounds of its 95 % interval, NaN for a single pair."""
+
+    mean: float
+    low: float
+    high: float
+    pairs: int
+
+
+def write(study: Study, out: str | Path, target: float | None = None) -> Path:
+    """Writes `out/NAME/`: `report.md`, `report.tex`, `table.csv`, `runs.csv` and figures; returns the folder.
+
+    Args:
+      study: whose finished runs in `out` are told.
+      out: as for `runner.carry_out`.
+      target: accuracy in percent to which rounds are counted; by default the baseline's mean of each scene.
+
+    Raises:
+      ValueError: if no run is finished.
+    """
+    found = gather(study, out)
+    if not any(found.values()):
+        raise ValueError(f'no run of {study.name} is finished in {out}: carry it out first')
+    folder = Path(out) / study.name
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = dict(figures.of(study, found))
+    for name, figure in drawn.items():
+        figure.savefig(folder / f'{name}.png', dpi=150)
+    texts = {
+        'report.md': markdown(study, found, list(drawn), target),
+        'report.tex': latex(study, found),
+        'table.csv': comma(table_rows(study, found)),
+        'runs.csv': comma(run_rows(study, found)),
+    }
+    for name, text in texts.items():
+        checkpoints.replace(folder / name, text)
+    return folder
+
+
+def gather(study: Study, out: str | Path) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
+    """The summaries of all finished runs."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for run in study.runs:
+        cell = found.setdefault((run.method, run.scene), {})
+        if (summary := runner.summary(run, out)) is not None:
+            cell[run.seed] = summary
+    return found
+
+
+def values(study: Study, found: Found, method: str, scene: str, heading: str) -> dict[int, float]:
+    """What one cell has under a heading: seed -> number."""
+    name = study.metric(method, heading)
+    numbers = {seed: runner.value(summary, name) for seed, summary in found.get((method, scene), {}).items()}
+    return {seed: number for seed, number in numbers.items() if math.isfinite(number)}
+
+
+def mean(numbers: Iterable[float]) -> Mean:
+    """Mean and standard deviation over seeds."""
+    row = np.array(list(numbers), float)
+    if not row.size:
+        return Mean(math.nan, math.nan, 0)
+    return Mean(float(row.mean()), float(row.std(ddof=1)) if row.size > 1 else math.nan, row.size)
+
+
+def difference(numbers: Mapping[int, float], baseline: Mapping[int, float]) -> Difference:
+    """Of the seeds that both have."""
+    row = np.array([numbers[seed] - baseline[seed] for seed in numbers if seed in baseline], float)
+    if not row.size:
+        return Difference(math.nan, math.nan, math.nan, 0)
+    half = math.nan
+    if row.size > 1:
+        half = float(stats.t.ppf(0.975, row.size - 1) * row.std(ddof=1) / math.sqrt(row.size))
+    return Difference(float(row.mean()), float(row.mean()) - half, float(row.mean()) + half, row.size)
+
+
+def table_rows(study: Study, found: Found) -> list[dict[str, Any]]:
+    """A row for each method, scene and metric."""
+    rows = []
+    for scene in study.scenes:
+        for method in study.methods:
+            for i, heading in enumerate(study.metrics):
+                numbers = values(study, found, method, scene, heading)
+                ours, gain = (
+                    mean(numbers.values()),
+                    difference(numbers, values(study, found, study.baseline, scene, heading)),
+                )
+                theirs = study.published.get((method, scene), ((math.nan, math.nan),) * len(study.metrics))[i]
+                rows.append({
+                    'method': method, 'scene': scene, 'metric': heading, 'name': study.metric(method, heading),
+                    'mean': ours.mean, 'std': ours.std, 'seeds': ours.seeds,
+                    'difference': gain.mean, 'difference_low': gain.low, 'difference_high': gain.high,
+                    'pairs': gain.pairs, 'published': theirs[0], 'published_std': theirs[1],
+                })  # fmt: skip
+    return rows
+
+
+def run_rows(study: Study, found: Found) -> list[dict[str, Any]]:
+    """A row for each finished run, with all single numbers of its summary."""
+    rows: list[dict[str, Any]] = []
+    for (method, scene), cell in found.items():
+        for seed, summary in cell.items():
+            flat = {name: value for name, value in summary.items() if isinstance(value, str | int | float)}
+            for part in ('bytes', 'seconds', 'parameters'):
+                flat |= {f'{part}_{name}': value for name, value in summary.get(part, {}).items()}
+            rows.append({'method': method, 'scene': scene, **flat, 'seed': seed})
+    return rows
+
+
+def comma(rows: list[dict[str, Any]]) -> str:
+    """CSV, with empty cells for NaN and for what a row lacks."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator='\n')
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({k: '' if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()})
+    return text.getvalue()
+
+
+def cell(name: str, average: float, std: float, plus: str = '±') -> str:
+    """A mean and its deviation as they are printed; nothing for NaN."""
+    if math.isnan(average):
+        return ''
+    return runner.shown(name, average) + (f' {plus} {runner.shown(name, std)}' if math.isfinite(std) else '')
+
+
+def cells(study: Study, found: Found, method: str, scene: str, plus: str = '±') -> Iterator[tuple[str, str]]:
+    """What a row says in one scene: for every metric what was found and what was published."""
+    printed = study.published.get((method, scene), ((math.nan, math.nan),) * len(study.metrics))
+    for heading, theirs in zip(study.metrics, printed, strict=True):
+        name, numbers = study.metric(method, heading), values(study, found, method, scene, heading)
+        ours = cell(name, *mean(numbers.values())[:2], plus)
+        if not ours and any('diverged' in summary for summary in found.get((method, scene), {}).values()):
+            ours = 'diverged'
+        yield ours, cell(name, *theirs, plus)
+
+
+def markdown(study: Study, found: Found, drawn: list[str], target: float | None = None) -> str:
+    """The report as Markdown."""
+    seeds = ', '.join(map(str, study.seeds))
+    lines = [f'# {study.title}', '']
+    lines += [f'Published: {study.source}.', ''] if study.source else []
+    scale = f'Scale: {study.scale}. {study.about}'.strip()
+    lines += [scale, '', f'Seeds {seeds}; mean ± standard deviation over seeds (ddof 1), accuracies in %.', '']
+    for scene in study.scenes:
+        lines += [f'## {scene}', ''] if scene else []
+        if scene in study.unavailable:
+            lines += [f'Not run: {study.unavailable[scene]}', '']
+        lines += [*scene_table(study, found, scene), '']
+        lines += [*difference_table(study, found, scene), '', *cost_table(study, found, scene, target), '']
+    lines += [f'![{name}]({name}.png)\n' for name in drawn]
+    missing = [
+        f'{method}{", " + scene if scene else ""}: seeds {", ".join(map(str, lacking))}'
+        for (method, scene), done in found.items()
+        if (lacking := [seed for seed in study.seeds if seed not in done])
+    ]
+    lines += ['Not finished:', '', *(f'- {line}' for line in missing), ''] if missing else []
+    lines += ['Notes:', '', *(f'- {note}' for note in study.notes), ''] if study.notes else []
+    lines += ['Made with:', '', *(f'- {line}' for line in made_with(found)), '']
+    return '\n'.join(lines).replace('\n\n\n', '\n\n')
+
+
+def scene_table(study: Study, found: Found, scene: str) -> list[str]:
+    """The main table of a scene; what was published stands beside where there is any."""
+    told = any((method, scene) in study.published for method in study.methods)
+    heads = [name for heading in study.metrics for name in ((heading, 'published') if told else (heading,))]
+    lines = [f'| | {" | ".join(heads)} |', '|---|' + '---:|' * len(heads)]
+    for method in study.methods:
+        pairs = cells(study, found, method, scene)
+        row = [text for ours, theirs in pairs for text in ((ours, theirs) if told else (ours,))]
+        lines.append(f'| {method} | {" | ".join(row)} |')
+    return lines
+
+
+def difference_table(study: Study, found: Found, scene: str) -> list[str]:
+    """Differences to the baseline, seed by seed; nothing where there is no pair."""
+    lines = []
+    for method in study.methods:
+        row = []
+        for heading in study.metrics:
+            base = values(study, found, study.baseline, scene, heading)
+            gain = difference(values(study, found, method, scene, heading), base)
+            name = study.metric(method, heading)
+            text = '' if math.isnan(gain.mean) else f'{"+" * (gain.mean >= 0)}{runner.shown(name, gain.mean)}'
+            if math.isfinite(gain.low):
+                text += f' [{runner.shown(name, gain.low)}, {runner.shown(name, gain.high)}]'
+            row.append(text)
+        if method != study.baseline and any(row):
+            lines.append(f'| {method} | {" | ".join(row)} |')
+    if not lines:
+        return []
+    heads = f'| less {study.baseline}, same seed [95 % interval] | {" | ".join(study.metrics)} |'
+    return [heads, '|---|' + '---:|' * len(study.metrics), *lines]
+
+
+def cost_table(study: Study, found: Found, scene: str, target: float | None) -> list[str]:
+    """Last round beside the mean of the last, rounds to an accuracy, bytes and time of each method."""
+    goal = target
+    if goal is None:
+        ends = [last(s)[1] for s in found.get((study.baseline, scene), {}).values() if s.get('curve')]
+        goal = float(np.mean(ends)) if ends else math.nan
+    lines = []
+    for method in study.methods:
+        runs = [s for s in found.get((method, scene), {}).values() if s.get('curve') and 'bytes' in s]
+        if not runs:
+            continue
+        reached = [runner.value(s, f'{runner.TO}{goal / 100}') for s in runs]
+        there = sum(map(math.isfinite, reached))
+        took = f'{np.mean(reached):.0f}' if there == len(runs) else f'{there} of {len(runs)} runs'
+        down, up, whole = (
+            np.mean([pick(s['bytes']) for s in runs])
+            for pick in (lambda b: b['client_down'], lambda b: b['client_up'], lambda b: b['down'] + b['up'])
+        )
+        minutes = np.mean([s['seconds']['total'] for s in runs]) / 60
+        final, several = (cell('accuracy', *mean(last(s)[i] for s in runs)[:2]) for i in (0, 1))
+        count = runs[0]['parameters']['total']
+        lines.append(
+            f'| {method} | {final} | {several} | {took} | {count:,} | {size(down)} / {size(up)} | {size(whole)} '
+            f'| {minutes:.3g} |'
+        )
+    if not lines:
+        return []
+    heads = ['', 'last round', 'mean of the last', f'rounds to {goal:.1f} %', 'parameters', 'client down / up a round',
+             'all rounds', 'minutes']  # fmt: skip
+    return [f'| {" | ".join(heads)} |', '|---|' + '---:|' * (len(heads) - 1), *lines]
+
+
+def last(summary: Mapping[str, Any]) -> tuple[float, float]:
+    """Accuracy in percent in the last round, and its mean over the last evaluations that the summary averages."""
+    seen = [accuracy for _, accuracy in summary['curve']]
+    names = [name for name in summary if name.startswith('global_accuracy_last')]
+    return seen[-1], runner.value(summary, names[0]) if names else float(np.mean(seen[-5:]))
+
+
+def size(count: float) -> str:
+    """Bytes as they are printed."""
+    for unit in ('B', 'kB', 'MB', 'GB'):
+        if count < 1000:
+            return f'{count:.3g} {unit}'
+        count /= 1000
+    return f'{count:.3g} TB'
+
+
+def short(commit: str) -> str:
+    """Twelve digits of a commit, with the sign that files differed from it."""
+    return commit.rstrip('+')[:12] + '+' * commit.endswith('+')
+
+
+def made_with(found: Found) -> list[str]:
+    """Versions and hardware of all runs."""
+    said = []
+    for cell in found.values():
+        for summary in cell.values():
+            if 'versions' in summary:
+                versions = ', '.join(f'{name} {number}' for name, number in summary['versions'].items())
+                commit = f', commit {short(summary["commit"])}' if 'commit' in summary else ''
+                said.append(f'{summary["device"]}; {versions}{commit}')
+    return sorted(set(said))
+
+
+def latex(study: Study, found: Found) -> str:
+    """The main tables for LaTeX with the package booktabs; published numbers are in the second line of a row."""
+
+    def escaped(text: str) -> str:
+        for char in '&%_#':
+            text = text.replace(char, f'\\{char}')
+        return text.replace('±', '$\\pm$')
+
+    scenes = [scene for scene in study.scenes if scene not in study.unavailable]
+    columns = len(scenes) * len(study.metrics)
+    lines = [f'% {study.title}', f'\\begin{{tabular}}{{l{"r" * columns}}}', '\\toprule']
+    if scenes != ['']:
+        groups = (f'\\multicolumn{{{len(study.metrics)}}}{{c}}{{{escaped(scene)}}}' for scene in scenes)
+        lines.append(f' & {" & ".join(groups)} \\\\')
+    lines += [f' & {" & ".join(escaped(heading) for _ in scenes for heading in study.metrics)} \\\\', '\\midrule']
+    for method in study.methods:
+        pairs = [pair for scene in scenes for pair in cells(study, found, method, scene)]
+        lines.append(f'{escaped(method)} & {" & ".join(escaped(ours) for ours, _ in pairs)} \\\\')
+        if any(theirs for _, theirs in pairs):
+            lines.append(f'\\quad published & {" & ".join(escaped(theirs) for _, theirs in pairs)} \\\\')
+    return '\n'.join([*lines, '\\bottomrule', '\\end{tabular}', ''])

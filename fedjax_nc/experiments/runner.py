@@ -1,0 +1,171 @@
+"""Carrying out a study: what is finished is not run again, what was interrupted goes on, what is missing is run."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fedjax_nc import checkpoints, progress, training
+from fedjax_nc.experiments import geometry, pipeline
+from fedjax_nc.experiments.geometry import Geometry
+from fedjax_nc.experiments.study import Run, Study
+
+TO = 'rounds_to:'
+
+
+def carry_out(study: Study, out: str | Path, *, data_dir: str | Path | None = None, show: bool = True) -> list[Run]:
+    """Runs all of a study that is missing, seed by seed. It may be killed and called again.
+
+    Every run has a folder `out/runs/NAME`, named by what it says, so that studies share the runs that they have in
+    common. Several processes may carry out one study: each leaves alone what another has in hand.
+
+    A run that diverges is told and counts as done: its summary says so. One line a run tells its first metrics, its
+    time, and about how long the rest will take.
+
+    Args:
+      study: what to run.
+      out: folder of all runs and reports.
+      data_dir: where data sets lie or are put.
+      show: whether lines and bars are shown.
+
+    Returns:
+      The runs that are still missing, as another process has them in hand.
+
+    Raises:
+      ValueError: for a setting that cannot be run, or a data set that is damaged.
+      DatasetUnavailableError: for one that cannot be had.
+    """
+    left = [run for run in distinct(study.runs) if summary(run, out) is None]
+    total, busy = len(distinct(study.runs)), []
+    told = Teller(study, out, total, show)
+    for i, run in enumerate(left):
+        folder = where(run, out)
+        begun = time.perf_counter()
+        try:
+            with checkpoints.holding(folder):
+                found = summary(run, out) or perform(run, folder, data_dir, show and progress.live())
+        except checkpoints.InUseError:
+            busy.append(run)
+            continue
+        told.done(run, found, total - len(left) + i + 1, time.perf_counter() - begun, left[i + 1 :])
+    return busy
+
+
+def perform(run: Run, folder: Path, data_dir: str | Path | None, show: bool) -> dict[str, Any]:
+    """One run, to its summary; that of a run that diverged says so."""
+    if isinstance(run.setting, Geometry):
+        return geometry.run(run.setting, folder)
+    try:
+        return pipeline.run(run.setting, folder, data_dir=data_dir, resume=True, progress=show)
+    except training.DivergedError as error:
+        found = {'algorithm': run.setting.algorithm, 'seed': run.seed, 'diverged': str(error)}
+        pipeline.write(folder / 'summary.json', found)
+        return found
+
+
+def where(run: Run, out: str | Path) -> Path:
+    """The folder of a run."""
+    return Path(out) / 'runs' / run.setting.name
+
+
+def summary(run: Run, out: str | Path) -> dict[str, Any] | None:
+    """What a finished run has found, with its `curve`; None for one that is not finished, or has a damaged summary."""
+    path = where(run, out) / 'summary.json'
+    if not path.exists():
+        return None
+    try:
+        found = pipeline.known(path)
+    except ValueError:
+        return None
+    whole = 'diverged' in found or isinstance(run.setting, Geometry) or found.get('rounds') == run.setting.rounds
+    return found | {'curve': curve(path.parent)} if whole else None
+
+
+def curve(folder: Path) -> list[tuple[int, float]]:
+    """(round, accuracy in percent) of every evaluation of a run: of the generic model, or of personal ones."""
+    path, seen = folder / 'metrics.jsonl', []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = json.loads(line)
+        for name in ('accuracy', 'accuracy_personal'):
+            if name in row:
+                seen.append((int(row['round']), 100.0 * row[name]))
+                break
+    return seen
+
+
+def distinct(runs: tuple[Run, ...]) -> list[Run]:
+    """One run of each setting: rows that read different numbers of one model share it."""
+    return list({run.setting.name: run for run in reversed(runs)}.values())[::-1]
+
+
+class Teller:
+    """Says what is done and how long the rest will take."""
+
+    def __init__(self, study: Study, out: str | Path, total: int, show: bool) -> None:
+        self.study, self.total, self.show = study, total, show
+        self.seconds: dict[str, list[float]] = {}  # by method
+        for run in distinct(study.runs):
+            if found := summary(run, out):
+                self.seconds.setdefault(run.method, []).append(spent(found))
+        if show:
+            missing = self.total - sum(map(len, self.seconds.values()))
+            print(f'{study.name}: {missing} of {total} runs to do{self.left(missing)}', file=sys.stderr, flush=True)
+
+    def left(self, missing: int) -> str:
+        """How long so many runs will take, in words; nothing if that is unknown."""
+        known = [s for times in self.seconds.values() for s in times if math.isfinite(s)]
+        each = sum(known) / len(known) if known else 60 * self.study.minutes
+        if not missing or not math.isfinite(each):
+            return ''
+        return f', about {tqdm.format_interval(missing * each)} left'
+
+    def done(self, run: Run, found: Mapping[str, Any], number: int, seconds: float, rest: list[Run]) -> None:
+        """One more run is done."""
+        self.seconds.setdefault(run.method, []).append(seconds)
+        if not self.show:
+            return
+        said = [f'{heading} {shown(name, value(found, name))}' for heading, name in self.first(run, found)]
+        text = ', '.join(said) if said else 'diverged'
+        took = tqdm.format_interval(seconds)
+        line = f'[{number}/{self.total}] {run.label}: {text}, {took}{self.left(len(rest))}'
+        print(line, file=sys.stderr, flush=True)
+
+    def first(self, run: Run, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """The metrics that a finished run has."""
+        for heading in self.study.metrics:
+            name = self.study.metric(run.method, heading)
+            if math.isfinite(value(found, name)):
+                yield heading, name
+
+
+def spent(found: Mapping[str, Any]) -> float:
+    """Seconds that a run took."""
+    return float(found.get('seconds', {}).get('total', math.nan))
+
+
+def value(found: Mapping[str, Any], name: str) -> float:
+    """A number of a summary, NaN if it has none; accuracies in percent.
+
+    `rounds_to:0.9` is the first evaluated round in which the accuracy was at least that.
+    """
+    if name.startswith(TO):
+        return float(next((r for r, seen in found.get('curve', ()) if seen >= 100 * float(name[len(TO) :])), math.nan))
+    number = found.get(name)
+    if not isinstance(number, int | float):
+        return math.nan
+    return 100.0 * number if percent(name) else float(number)
+
+
+def percent(name: str) -> bool:
+    """Whether a number is a share that is told in percent."""
+    return 'accuracy' in name or name.startswith(('global_many', 'global_medium', 'global_few'))
+
+
+def shown(name: str, number: float) -> str:
+    """A number as it is printed."""
+    return f'{number:.1f}' if percent(name) or abs(number) >= 100 else f'{number:.4g}'

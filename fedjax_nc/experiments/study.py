@@ -1,0 +1,284 @@
+"""A study as plain data: methods x scenes x seeds, what is measured of them, and what has been published.
+
+A study is a TOML or JSON file. Published tables are such files, in `fedjax_nc/experiments/tables`. Its parts:
+
+    title = "Two methods on digits"
+    source = "..."                  # where it was published, if it was
+    notes = ["..."]                 # what cannot be had, or was not said
+    baseline = "FedAvg"             # what the others are compared with, seed by seed; by default the first method
+    seeds = [0, 1, 2]               # by default these
+
+    [metrics]                       # heading = name in `summary.json`, or "rounds_to:0.9"
+    general = "global_accuracy_last5"
+
+    [setting]                       # of all runs: names of `Setting`, but for the seed
+    dataset = "digits"
+
+    [methods.FedAvg]                # a row: what it changes of the setting
+    algorithm = "fedavg"
+    [methods.FedNH]
+    algorithm = "fednh"
+    metrics = {general = "global_accuracy"}   # where this row's numbers come from, if not as for all
+
+    [scenes."Dirichlet(0.1)"]       # a group of columns: what it changes; `unavailable = "why"` if it cannot be run
+    alpha = 0.1
+
+    [published.FedAvg]              # by scene: for each metric [mean, deviation] or a number, nan if there is none
+    "Dirichlet(0.1)" = [[66.4, 3.1]]
+
+    [scales.reduced]                # a smaller form under a name
+    about = "what was made smaller, and why the effect can still be seen"
+    minutes = 4                     # a run, on two cores
+    methods = ["FedAvg"]            # by default all, as for scenes and seeds
+    setting = {rounds = 20}         # on top of everything
+
+Options of methods are merged name by name, all else is replaced. Cells with equal settings share a run. `full` is the
+scale of what the file says without any; `[scales.full]` may tell `about` and `minutes`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Self
+
+from fedjax_nc import checks
+from fedjax_nc.experiments.geometry import Geometry
+from fedjax_nc.experiments.setting import Setting, described
+
+PARTS = ('title', 'source', 'notes', 'baseline', 'seeds', 'kind', 'metrics', 'setting', 'methods', 'scenes',
+         'published', 'scales')  # fmt: skip
+SCALE = ('about', 'minutes', 'methods', 'scenes', 'seeds', 'setting')
+KINDS: dict[str, type[Setting] | type[Geometry]] = {'training': Setting, 'geometry': Geometry}
+BESIDE = ('unavailable', 'metrics')  # what scenes and methods say that is no setting
+ONLY = ''  # the scene of a study without any
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One cell of a study, under one seed."""
+
+    method: str
+    scene: str
+    seed: int
+    setting: Setting | Geometry
+
+    @property
+    def label(self) -> str:
+        """What it is called where runs are listed."""
+        return ', '.join([self.method, *([self.scene] if self.scene else []), f'seed {self.seed}'])
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A study at one scale.
+
+    Attributes:
+      name: of the file.
+      metrics: heading -> name in the summary.
+      own: method -> heading -> another name for that row.
+      published: (method, scene) -> a (mean, deviation) for each metric, NaN where there is none.
+      unavailable: scene -> why it cannot be run.
+      minutes: what a run takes on two cores, or NaN.
+      scales: scale -> what is said of it.
+    """
+
+    name: str
+    title: str
+    source: str
+    notes: tuple[str, ...]
+    baseline: str
+    metrics: Mapping[str, str]
+    own: Mapping[str, Mapping[str, str]]
+    methods: tuple[str, ...]
+    scenes: tuple[str, ...]
+    seeds: tuple[int, ...]
+    runs: tuple[Run, ...]
+    published: Mapping[tuple[str, str], tuple[tuple[float, float], ...]]
+    unavailable: Mapping[str, str]
+    scale: str
+    about: str
+    minutes: float
+    scales: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, name: str | Path, scale: str = 'full') -> Self:
+        """The study in a file, or the published table of that name.
+
+        Raises:
+          OSError: if the file cannot be read.
+          ValueError: if there is none, or it is no study; in one line, with the file's name.
+        """
+        path = found(name)
+        try:
+            return cls.of(described(path), path.stem, scale)
+        except ValueError as error:
+            raise ValueError(f'{path.name}: {error}') from error
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any], name: str, scale: str = 'full') -> Self:
+        """The study that a mapping describes.
+
+        Raises:
+          ValueError: for parts, names and settings that cannot be.
+        """
+        only('a study', plain, PARTS)
+        for part in ('title', 'metrics', 'methods'):
+            if not plain.get(part):
+                raise ValueError(f'a study needs {part!r}')
+        tables = {part: table(part, plain.get(part, {})) for part in ('metrics', 'setting', 'published', 'scales')}
+        methods = tables_in('methods', plain['methods'])
+        scenes = tables_in('scenes', plain.get('scenes', {ONLY: {}}))
+        scales = {'full': {}, **tables_in('scales', tables['scales'])}
+        if scale not in scales:
+            raise ValueError(f'there is no scale {scale!r}, only {" and ".join(scales)}')
+        for said in scales.values():
+            only('a scale', said, SCALE)
+        chosen = scales[scale]
+        kind = plain.get('kind', 'training')
+        if kind not in KINDS:
+            raise ValueError(f'kind must be one of {", ".join(KINDS)}, not {checks.shown(kind)}')
+        unavailable = {scene: str(said['unavailable']) for scene, said in scenes.items() if 'unavailable' in said}
+        rows = pick('methods', chosen.get('methods'), methods)
+        columns = pick('scenes', chosen.get('scenes'), scenes)
+        own = {row: dict(table(f'methods.{row}.metrics', said.get('metrics', {}))) for row, said in methods.items()}
+        for row, said in own.items():
+            only(f'the metrics of {row}', said, list(tables['metrics']))
+        seeds = tuple(chosen.get('seeds', plain.get('seeds', (0, 1, 2))))
+        if not seeds or len(set(seeds)) < len(seeds):
+            raise ValueError(f'seeds must be different whole numbers, at least one, not {checks.shown(seeds)}')
+        runs = []
+        for seed in seeds:  # seed by seed, so that an unfinished study compares like with like
+            for scene in columns:
+                for method in rows if scene not in unavailable else ():
+                    said = merged(tables['setting'], scenes[scene], methods[method], chosen.get('setting', {}))
+                    try:
+                        runs.append(Run(method, scene, seed, KINDS[kind].of({**said, 'seed': seed})))
+                    except (ValueError, TypeError) as error:
+                        raise ValueError(f'{Run(method, scene, seed, None).label}: {error}') from error  # type: ignore[arg-type]
+        baseline = plain.get('baseline', rows[0])
+        if baseline not in methods:
+            raise ValueError(f'the baseline {baseline!r} is none of the methods')
+        return cls(
+            name, str(plain['title']), str(plain.get('source', '')), tuple(plain.get('notes', ())), baseline,
+            dict(tables['metrics']), own, rows, columns, seeds, tuple(runs),
+            published(tables['published'], methods, scenes, len(tables['metrics'])), unavailable, scale,
+            str(chosen.get('about', '')), float(chosen.get('minutes', math.nan)), scales,
+        )  # fmt: skip
+
+    def metric(self, method: str, heading: str) -> str:
+        """The name in the summary of what a row has under a heading."""
+        return self.own[method].get(heading, self.metrics[heading])
+
+    def some(
+        self,
+        methods: Sequence[str] | None = None,
+        scenes: Sequence[str] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> Self:
+        """The part of the study that is named, all by default; seeds may be others than its own.
+
+        Raises:
+          ValueError: for a name that it does not have.
+        """
+        rows, columns = pick('methods', methods, self.methods), pick('scenes', scenes, self.scenes)
+        ours = tuple(seeds) if seeds is not None else self.seeds
+        cells = {(run.method, run.scene): run for run in self.runs}
+        runs = [
+            dataclasses.replace(cell, seed=seed, setting=dataclasses.replace(cell.setting, seed=seed))
+            for seed in ours
+            for scene in columns
+            for method in rows
+            if (cell := cells.get((method, scene)))
+        ]
+        return dataclasses.replace(self, methods=rows, scenes=columns, seeds=ours, runs=tuple(runs))
+
+
+def found(name: str | Path) -> Path:
+    """The file of a study, or of the published table of that name.
+
+    Raises:
+      ValueError: if there is neither.
+    """
+    path = Path(name)
+    if path.suffix in ('.toml', '.json'):
+        if not path.is_file():
+            raise ValueError(f'there is no file {path}')
+        return path
+    if (table := folder() / f'{name}.toml').is_file():
+        return table
+    raise ValueError(f'{name} is neither a study (a .toml or .json file) nor a published table: {", ".join(tables())}')
+
+
+def folder() -> Path:
+    """Where the published tables lie."""
+    return Path(str(resources.files('fedjax_nc.experiments'))) / 'tables'
+
+
+def tables() -> list[str]:
+    """The names of all published tables."""
+    return sorted(path.stem for path in folder().glob('*.toml'))
+
+
+def merged(*said: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings on top of each other; options by name."""
+    options: dict[str, Any] = {}
+    for part in said:
+        options |= part.get('options', {})
+    plain = {name: value for part in said for name, value in part.items() if name not in BESIDE}
+    return {**plain, **({'options': options} if options else {})}
+
+
+def published(
+    said: Mapping[str, Any], methods: Iterable[str], scenes: Iterable[str], metrics: int
+) -> dict[tuple[str, str], tuple[tuple[float, float], ...]]:
+    """What a table printed: (method, scene) -> (mean, deviation) of every metric."""
+    kept = {}
+    for method, row in tables_in('published', said).items():
+        if method not in methods:
+            raise ValueError(f'published: {method!r} is none of the methods')
+        for scene, values in row.items():
+            if scene not in scenes:
+                raise ValueError(f'published: {scene!r} is none of the scenes')
+            pairs = tuple(pair(value) for value in (values if isinstance(values, list) else [values]))
+            if len(pairs) != metrics:
+                raise ValueError(f'published: {method}, {scene} has {len(pairs)} numbers for {metrics} metrics')
+            kept[method, scene] = pairs
+    return kept
+
+
+def pair(value: Any) -> tuple[float, float]:
+    """A mean and its deviation, from both or the mean alone."""
+    both = value if isinstance(value, list) else [value, math.nan]
+    if len(both) != 2 or not all(isinstance(number, int | float) for number in both):
+        raise ValueError(f'published: {checks.shown(value)} is neither a number nor [mean, deviation]')
+    return float(both[0]), float(both[1])
+
+
+def table(what: str, value: Any) -> Mapping[str, Any]:
+    """Raises ValueError for what is no mapping."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f'{what} must be a table, not {checks.shown(value)}')
+    return value
+
+
+def tables_in(what: str, value: Any) -> dict[str, Mapping[str, Any]]:
+    """A table of tables."""
+    return {name: table(f'{what}.{name}', inner) for name, inner in table(what, value).items()}
+
+
+def only(what: str, said: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises ValueError for a name that is not known."""
+    if unknown := [name for name in said if name not in known]:
+        raise ValueError(f'{what} has no {", ".join(unknown)}; there are {", ".join(known)}')
+
+
+def pick(what: str, chosen: Sequence[str] | None, known: Iterable[str]) -> tuple[str, ...]:
+    """The chosen names, all by default, in their known order."""
+    known = tuple(known)
+    if chosen is None:
+        return known
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(f'no {what} {", ".join(map(str, unknown))}; there are {", ".join(known)}')
+    return tuple(name for name in known if name in chosen)
