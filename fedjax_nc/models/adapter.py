@@ -41,9 +41,11 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None) -> Model:
         raise ValueError(f'`preprocess` must be a function of a batch and a key; got {checks.shown(preprocess)}.')
     prepare = preprocess or scale_images
 
+    # Jitted so that only the parameters are computed, not the features of the example; here, to be compiled once.
+    begin = jax.jit(lambda key, x: module.init(key, prepare(x, None), mask=None, train=False))
+
     def init(key: Array, x: Array) -> tuple[Tree, Tree]:
-        # Jitted so that only the parameters are computed, not the features of the example.
-        variables = jax.jit(lambda key, x: module.init(key, prepare(x, None), mask=None, train=False))(key, x)
+        variables = begin(key, x)
         return variables['params'], variables.get('batch_stats', ())
 
     def features(

@@ -1,0 +1,145 @@
+"""What is measured of a run: while it trains, and when it is done."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_nc import data, evaluate, memory, simulate
+from fedjax_nc.base import Algorithm, Array, State
+from fedjax_nc.experiments import recipes
+from fedjax_nc.experiments.scene import Scene
+from fedjax_nc.experiments.setting import Setting
+
+
+@functools.lru_cache(maxsize=8)
+def stage(algorithm: Algorithm, chunk: int | None) -> Callable[..., tuple[State, simulate.Report]]:
+    """One round of all clients, compiled once for all runs of the same algorithm."""
+    return simulate.compiled(simulate.make_round(algorithm, chunk=chunk))
+
+
+class Measures:
+    """What is measured of one run.
+
+    Attributes:
+      k_init: key of the first model.
+      k_train: key of the rounds.
+      k_tune: key of the stages after them.
+    """
+
+    def __init__(self, setting: Setting, recipe: recipes.Recipe, scene: Scene, chunk: int | None = None) -> None:
+        self.setting, self.recipe, self.chunk = setting, recipe, chunk
+        self.k_init, self.k_train, self.k_tune = jax.random.split(jax.random.key(setting.seed), 3)
+        self.dataset, self.train, self.test = scene
+        self.x_test, self.y_test = jnp.asarray(self.dataset.x_test), jnp.asarray(self.dataset.y_test)
+        self.groups = evaluate.groups(jnp.sum(self.train.counts, axis=0))
+        self.calibrate = None if recipe.calibrate is None else stage(recipe.calibrate, chunk)
+
+    def delivered(self, state: State) -> tuple[Algorithm, State]:
+        """What has the generic model, if training ended here."""
+        if self.calibrate is None or self.recipe.calibrate is None:
+            return self.recipe.final, state
+        begun = simulate.join(self.recipe.calibrate, self.k_tune, state.server, self.setting.clients)
+        return self.recipe.calibrate, self.calibrate(self.k_tune, begun, self.train)[0]
+
+    def kept(self, state: State) -> Array:
+        """Counts [K, C, C] of what clients keep, of those that have taken part: the others have what all began with."""
+        setting = self.setting
+        took = simulate.participants(self.k_train, state.server.round, setting.clients, setting.cohort)
+        tables = evaluate.per_client(self.recipe.train, state, self.test)
+        return jnp.where(took[:, None, None], tables, 0)
+
+    def table(self, algorithm: Algorithm, state: State) -> Array:
+        """Counts of the generic model on the test set."""
+        return evaluate.generic(algorithm, state, self.x_test, self.y_test, self.dataset.num_classes)
+
+    def general(self, state: State) -> dict[str, Array]:
+        """The metrics of a round."""
+        if not self.recipe.generic:
+            return {'accuracy_personal': evaluate.over_clients(self.kept(state)).mean}
+        table = self.table(*self.delivered(state))
+        seen = {'accuracy': evaluate.accuracy(table)}
+        if self.setting.imbalance > 1:
+            seen |= dict(zip(('many', 'medium', 'few'), evaluate.group_accuracy(table, self.groups), strict=True))
+        if self.recipe.refines:
+            seen['accuracy_trained'] = evaluate.accuracy(self.table(self.recipe.train, state))
+        v = state.server.variables
+        if 'memory' in v.fixed:
+            strength = memory.strength(v.fixed['memory'], v.fixed['head']['v'])
+            seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
+        return seen | ({'temperature': v.params['head']['scale']} if 'scale' in v.params['head'] else {})
+
+    def personal(self, state: State) -> tuple[dict[str, Any], bool]:
+        """What the summary says of personal models, and whether they are finite; None stands for what is not."""
+        recipe = self.recipe
+        algorithm, model = self.delivered(state)
+
+        def personalized(algorithm: Algorithm) -> tuple[State, simulate.Report]:
+            return stage(algorithm, self.chunk)(
+                self.k_tune, recipe.enter(algorithm, self.k_tune, model, self.train), self.train
+            )
+
+        tuned = True  # training that makes personal models has not diverged
+        if recipe.personalize is None:
+            tables = self.kept(state)
+        else:
+            own, report = personalized(recipe.personalize)
+            tuned = all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves((own.clients, report.info.loss)))
+            tables = evaluate.per_client(recipe.personalize, own, self.test)
+        told = self.told('personal_accuracy', tables)
+        for name, variant in recipe.variants.items():
+            found = evaluate.per_client(variant, personalized(variant)[0], self.test)
+            told[f'personal_accuracy_{name}'] = float(evaluate.over_clients(found).mean)
+        if recipe.variants:  # what clients keep is a model of their own before the stage, too
+            told['personal_accuracy_trained'] = float(evaluate.over_clients(self.kept(state)).mean)
+        tested = np.asarray(tables).sum((1, 2))
+        told['clients'] = {
+            'examples': np.asarray(self.train.size).tolist(),
+            'tested': tested.tolist(),
+            'personal_accuracy': each(evaluate.accuracy(tables), tested),
+        }
+        if not tuned:
+            told = dict.fromkeys(told)
+        if recipe.generic:
+            before = evaluate.per_client(algorithm, model, self.test, personal=False)
+            summed = evaluate.over_clients(before)
+            told |= {
+                'personal_accuracy_before': float(summed.mean),
+                'personal_accuracy_before_std': float(summed.std),
+            }
+        return told, tuned
+
+    def final(self, state: State) -> dict[str, Any]:
+        """What else the summary says of the generic model."""
+        if not self.recipe.generic:
+            return {}
+        algorithm, model = self.delivered(state)
+        found: dict[str, Any] = {
+            'class_accuracy': np.asarray(evaluate.class_accuracy(self.table(algorithm, model))).tolist(),
+            'class_examples': np.asarray(self.train.counts).sum(0).tolist(),
+        }
+        if self.recipe.oracle is not None:
+            algorithm, refit = self.recipe.oracle
+            bound = refit(self.k_tune, state, self.train)
+            found['global_accuracy_oracle'] = float(evaluate.accuracy(self.table(algorithm, bound)))
+        return found
+
+    def told(self, name: str, tables: Array) -> dict[str, Any]:
+        """Accuracies over clients; on a common test set also by the classes that clients have, as FedNH's PM are."""
+        summed = evaluate.over_clients(tables)
+        found = {'': summed.mean, '_std': summed.std, '_pooled': summed.pooled, '_low': summed.low}
+        if self.setting.tests == 'common':
+            tested = jnp.sum(tables, (1, 2)) > 0
+            for kind in ('present', 'labels'):
+                values = evaluate.weighted_accuracy(tables, data.class_weights(self.train, kind))
+                over = evaluate.over(values, tested)
+                found |= {f'_{kind}': over.mean, f'_{kind}_std': over.std}
+        return {f'{name}{end}': float(value) for end, value in found.items()}
+
+
+def each(values: Array, tested: np.ndarray) -> list[float | None]:
+    """Numbers of clients, with None for those who are not tested."""
+    return [float(value) if n else None for value, n in zip(np.asarray(values), tested, strict=True)]
