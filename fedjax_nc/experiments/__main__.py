@@ -40,6 +40,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for sub in (run, told):
         sub.add_argument('--out', type=Path, default=Path('runs'), help='folder of runs and reports')
         sub.add_argument('--target', type=command.number(float, 0, 100), help='accuracy in %% to count rounds to')
+    run.add_argument('--one-by-one', action='store_true', help='no program for several seeds of small runs')
     run.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
     return parser.parse_args(argv)
 
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         print(described(chosen))
         return
     if args.task == 'run':
-        busy = runner.carry_out(chosen, args.out, data_dir=args.data_dir)
+        busy = runner.carry_out(chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one)
         for run in busy:
             print(f'{run.label}: another process has it in hand')
     folder = report.write(chosen, args.out, args.target)

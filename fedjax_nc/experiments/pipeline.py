@@ -75,7 +75,7 @@ def run(
 
         done = training.run(
             recipe.train, measure.k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort, chunk=chunk,
-            mesh=mesh, evaluate=evaluated, eval_every=setting.eval_every, eval_last=setting.eval_last,
+            mesh=mesh, evaluate=evaluated, eval_every=setting.eval_every, eval_last=max(setting.eval_last, 1),
             out=out, resume=resume, on_round=on_round, progress=progress, name=setting.algorithm,
         )  # fmt: skip
         if mesh is not None:

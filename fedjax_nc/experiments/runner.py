@@ -1,24 +1,34 @@
 """Carrying out a study: what is finished is not run again, what was interrupted goes on, what is missing is run."""
 
+import contextlib
+import dataclasses
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from fedjax_nc import checkpoints, progress, training
-from fedjax_nc.experiments import geometry, pipeline
+from fedjax_nc.experiments import geometry, pipeline, seeds
 from fedjax_nc.experiments.geometry import Geometry
+from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Run, Study
 
 TO = 'rounds_to:'
 
 
-def carry_out(study: Study, out: str | Path, *, data_dir: str | Path | None = None, show: bool = True) -> list[Run]:
+def carry_out(
+    study: Study,
+    out: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    together: bool = True,
+    show: bool = True,
+) -> list[Run]:
     """Runs all of a study that is missing, seed by seed. It may be killed and called again.
 
     Every run has a folder `out/runs/NAME`, named by what it says, so that studies share the runs that they have in
@@ -31,6 +41,7 @@ def carry_out(study: Study, out: str | Path, *, data_dir: str | Path | None = No
       study: what to run.
       out: folder of all runs and reports.
       data_dir: where data sets lie or are put.
+      together: whether small runs that differ in their seed alone are trained by one program, see `seeds`.
       show: whether lines and bars are shown.
 
     Returns:
@@ -41,31 +52,70 @@ def carry_out(study: Study, out: str | Path, *, data_dir: str | Path | None = No
       DatasetUnavailableError: for one that cannot be had.
     """
     left = [run for run in distinct(study.runs) if summary(run, out) is None]
-    total, busy = len(distinct(study.runs)), []
-    told = Teller(study, out, total, show)
-    for i, run in enumerate(left):
-        folder = where(run, out)
-        begun = time.perf_counter()
-        try:
-            with checkpoints.holding(folder):
-                found = summary(run, out) or perform(run, folder, data_dir, show and progress.live())
-        except checkpoints.InUseError:
-            busy.append(run)
-            continue
-        told.done(run, found, total - len(left) + i + 1, time.perf_counter() - begun, left[i + 1 :])
+    told, busy = Teller(study, out, show), []
+    while left:
+        group = alike(left[0], left, out) if together else left[:1]
+        left = [run for run in left if run not in group]
+        with contextlib.ExitStack() as held:
+            ours = []
+            for run in group:
+                try:
+                    held.enter_context(checkpoints.holding(where(run, out)))
+                    ours.append(run)
+                except checkpoints.InUseError:
+                    busy.append(run)
+            begun = time.perf_counter()
+            found = perform(ours, out, data_dir, show and progress.live())
+            for run in ours:
+                told.done(run, found[run.setting.name], (time.perf_counter() - begun) / len(ours), left)
     return busy
 
 
-def perform(run: Run, folder: Path, data_dir: str | Path | None, show: bool) -> dict[str, Any]:
-    """One run, to its summary; that of a run that diverged says so."""
-    if isinstance(run.setting, Geometry):
-        return geometry.run(run.setting, folder)
-    try:
-        return pipeline.run(run.setting, folder, data_dir=data_dir, resume=True, progress=show)
-    except training.DivergedError as error:
-        found = {'algorithm': run.setting.algorithm, 'seed': run.seed, 'diverged': str(error)}
-        pipeline.write(folder / 'summary.json', found)
-        return found
+def alike(run: Run, left: Sequence[Run], out: str | Path) -> list[Run]:
+    """The run and those that one program can train with it: small ones, not begun, that differ in the seed alone."""
+    setting = run.setting
+    if not isinstance(setting, Setting) or not seeds.pays(setting) or (where(run, out) / 'config.json').exists():
+        return [run]
+    return [
+        other
+        for other in left
+        if dataclasses.replace(other.setting, seed=run.seed) == setting
+        and not (where(other, out) / 'config.json').exists()
+    ]
+
+
+def perform(runs: Sequence[Run], out: str | Path, data_dir: str | Path | None, show: bool) -> dict[str, dict[str, Any]]:
+    """Carries out runs that go together, and returns their summaries by name; one that diverged says so."""
+    found: dict[str, dict[str, Any]] = {}
+    fresh = []
+    for run in runs:
+        if (known := summary(run, out)) is not None:  # another process may just have finished it
+            found[run.setting.name] = known
+        else:
+            fresh.append(run)
+    if len(fresh) > 1:
+        folders = [where(run, out) for run in fresh]
+        settings = [run.setting for run in fresh if isinstance(run.setting, Setting)]
+        done = seeds.run(settings, folders, data_dir=data_dir, progress=show)
+        for run, result in zip(fresh, done, strict=True):
+            found[run.setting.name] = diverged(run, out, result) if isinstance(result, Exception) else result
+    elif fresh:
+        (run,) = fresh
+        if isinstance(run.setting, Geometry):
+            return {run.setting.name: geometry.run(run.setting, where(run, out))}
+        try:
+            result = pipeline.run(run.setting, where(run, out), data_dir=data_dir, resume=True, progress=show)
+        except training.DivergedError as error:
+            result = diverged(run, out, error)
+        found[run.setting.name] = result
+    return found
+
+
+def diverged(run: Run, out: str | Path, error: Exception) -> dict[str, Any]:
+    """Writes the summary of a run that diverged."""
+    told = {'seed': run.seed, 'diverged': str(error)}
+    pipeline.write(where(run, out) / 'summary.json', told)
+    return told
 
 
 def where(run: Run, out: str | Path) -> Path:
@@ -106,33 +156,33 @@ def distinct(runs: tuple[Run, ...]) -> list[Run]:
 class Teller:
     """Says what is done and how long the rest will take."""
 
-    def __init__(self, study: Study, out: str | Path, total: int, show: bool) -> None:
-        self.study, self.total, self.show = study, total, show
-        self.seconds: dict[str, list[float]] = {}  # by method
-        for run in distinct(study.runs):
-            if found := summary(run, out):
-                self.seconds.setdefault(run.method, []).append(spent(found))
+    def __init__(self, study: Study, out: str | Path, show: bool) -> None:
+        self.study, self.show = study, show
+        runs = distinct(study.runs)
+        known = [summary(run, out) for run in runs]
+        self.total = total = len(runs)
+        self.seconds = [spent(found) for found in known if found is not None]
         if show:
-            missing = self.total - sum(map(len, self.seconds.values()))
+            missing = total - len(self.seconds)
             print(f'{study.name}: {missing} of {total} runs to do{self.left(missing)}', file=sys.stderr, flush=True)
 
     def left(self, missing: int) -> str:
         """How long so many runs will take, in words; nothing if that is unknown."""
-        known = [s for times in self.seconds.values() for s in times if math.isfinite(s)]
+        known = [seconds for seconds in self.seconds if math.isfinite(seconds)]
         each = sum(known) / len(known) if known else 60 * self.study.minutes
         if not missing or not math.isfinite(each):
             return ''
         return f', about {tqdm.format_interval(missing * each)} left'
 
-    def done(self, run: Run, found: Mapping[str, Any], number: int, seconds: float, rest: list[Run]) -> None:
+    def done(self, run: Run, found: Mapping[str, Any], seconds: float, rest: list[Run]) -> None:
         """One more run is done."""
-        self.seconds.setdefault(run.method, []).append(seconds)
+        self.seconds.append(seconds)
         if not self.show:
             return
         said = [f'{heading} {shown(name, value(found, name))}' for heading, name in self.first(run, found)]
         text = ', '.join(said) if said else 'diverged'
         took = tqdm.format_interval(seconds)
-        line = f'[{number}/{self.total}] {run.label}: {text}, {took}{self.left(len(rest))}'
+        line = f'[{len(self.seconds)}/{self.total}] {run.label}: {text}, {took}{self.left(len(rest))}'
         print(line, file=sys.stderr, flush=True)
 
     def first(self, run: Run, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
