@@ -273,7 +273,7 @@ def test_metrics_are_names_of_the_summary(name, scale):
             elif metric.startswith('rounds_to:'):
                 assert run.setting.eval_every == 1
             elif metric not in SINGLE:
-                assert metric in {f'global_{kind}_last{run.setting.last}' for kind in LAST}
+                assert metric in {f'global_{kind}_last{run.setting.eval_last}' for kind in LAST}
                 assert run.setting.imbalance > 1 or 'accuracy' in metric
             if metric.endswith(('_present', '_labels', '_labels_std')):
                 assert run.setting.tests == 'common'

@@ -39,6 +39,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         sub.add_argument('--seeds', nargs='+', type=count, help="by default the study's")
     for sub in (run, told):
         sub.add_argument('--out', type=Path, default=Path('runs'), help='folder of runs and reports')
+        sub.add_argument('--keep', type=Path, help='a folder for copies of results without checkpoints, and the report')
         sub.add_argument('--target', type=command.number(float, 0, 100), help='accuracy in %% to count rounds to')
     run.add_argument('--one-by-one', action='store_true', help='no program for several seeds of small runs')
     run.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
@@ -59,7 +60,9 @@ def main(argv: list[str] | None = None) -> None:
         busy = runner.carry_out(chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one)
         for run in busy:
             print(f'{run.label}: another process has it in hand')
-    folder = report.write(chosen, args.out, args.target)
+    if args.keep:
+        runner.keep(chosen, args.out, args.keep)
+    folder = report.write(chosen, args.keep or args.out, args.target)
     print((folder / 'report.md').read_text())
     print(f'written to {folder}')
 

@@ -75,7 +75,7 @@ def run(
 
         done = training.run(
             recipe.train, measure.k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort, chunk=chunk,
-            mesh=mesh, evaluate=evaluated, eval_every=setting.eval_every, eval_last=max(setting.eval_last, 1),
+            mesh=mesh, evaluate=evaluated, eval_every=setting.eval_every, eval_last=setting.eval_last,
             out=out, resume=resume, on_round=on_round, progress=progress, name=setting.algorithm,
         )  # fmt: skip
         if mesh is not None:
@@ -113,7 +113,7 @@ def conclude(
         'rounds': setting.rounds,
         **({'global_accuracy': done.history[-1]['accuracy']} if recipe.generic else {}),
         **{
-            f'global_{name}_last{setting.last}': training.last_mean(done.history, name, setting.last)
+            f'global_{name}_last{setting.eval_last}': training.last_mean(done.history, name, setting.eval_last)
             for name in ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
             if name in done.history[-1]
         },

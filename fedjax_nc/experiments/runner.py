@@ -19,6 +19,7 @@ from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Run, Study
 
 TO = 'rounds_to:'
+KEPT = ('config.json', 'summary.json', 'metrics.jsonl')
 
 
 def carry_out(
@@ -146,6 +147,21 @@ def curve(folder: Path) -> list[tuple[int, float]]:
                 seen.append((int(row['round']), 100.0 * row[name]))
                 break
     return seen
+
+
+def keep(study: Study, out: str | Path, folder: str | Path) -> int:
+    """Copies what finished runs have found into another folder, without checkpoints: settings, summaries, metrics.
+
+    Reports can be made from the copies. Returns the number of runs.
+    """
+    done = [run for run in distinct(study.runs) if summary(run, out) is not None]
+    for run in done:
+        there = where(run, folder)
+        there.mkdir(parents=True, exist_ok=True)
+        for name in KEPT:
+            if (file := where(run, out) / name).exists():
+                checkpoints.replace(there / name, file.read_text())
+    return len(done)
 
 
 def distinct(runs: tuple[Run, ...]) -> list[Run]:

@@ -125,7 +125,7 @@ def train(
             held, reports = program(keys, held, pool, tables, jnp.int32(t))
             reports = jax.device_get(reports._replace(info=()))
             seconds = (time.perf_counter() - begun) / count
-            due = (t + 1) % setting.eval_every == 0 or t + 1 > setting.rounds - max(setting.eval_last, 1)
+            due = (t + 1) % setting.eval_every == 0 or t + 1 > setting.rounds - setting.eval_last
             for i, measure in enumerate(measures):
                 if i in stopped:
                     continue

@@ -147,8 +147,7 @@ class Setting(Plain):
     participation: float = 1.0  # share of the clients in a round
     rounds: int = 200
     eval_every: int = 1
-    eval_last: int = 0  # last rounds that are all evaluated; the summary has the mean over them, or, with 0, over the
-    # last five evaluations
+    eval_last: int = 5  # last rounds, which are all evaluated, and over which the summary has the mean
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -194,9 +193,17 @@ class Setting(Plain):
         for name, value in resolved.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        for name in ('clients', 'classes_per_client', 'batch_size', 'local_epochs', 'rounds', 'eval_every'):
+        for name in (
+            'clients',
+            'classes_per_client',
+            'batch_size',
+            'local_epochs',
+            'rounds',
+            'eval_every',
+            'eval_last',
+        ):
             checks.whole(name, getattr(self, name))
-        for name in ('max_examples', 'crop', 'eval_last', 'seed'):
+        for name in ('max_examples', 'crop', 'seed'):
             checks.whole(name, getattr(self, name), 0)
         checks.number('imbalance', self.imbalance, 1)
         for name in ('alpha', 'lr', 'server_lr'):
@@ -223,11 +230,6 @@ class Setting(Plain):
     def name(self) -> str:
         """That of its folder."""
         return f'{self.algorithm}-{Path(self.dataset).stem}-{self.digest}'
-
-    @property
-    def last(self) -> int:
-        """Evaluations at the end of which the summary has the mean."""
-        return self.eval_last or 5
 
 
 def described(path: str | Path) -> dict[str, Any]:

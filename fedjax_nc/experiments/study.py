@@ -139,7 +139,7 @@ class Study:
         kind = plain.get('kind', 'training')
         if kind not in KINDS:
             raise ValueError(f'kind must be one of {", ".join(KINDS)}, not {checks.shown(kind)}')
-        unavailable = {scene: str(said['unavailable']) for scene, said in scenes.items() if 'unavailable' in said}
+        unavailable = {scene: line(said['unavailable']) for scene, said in scenes.items() if 'unavailable' in said}
         rows = pick('methods', chosen.get('methods'), methods)
         columns = pick('scenes', chosen.get('scenes'), scenes)
         own = {row: dict(table(f'methods.{row}.metrics', said.get('metrics', {}))) for row, said in methods.items()}
@@ -160,11 +160,12 @@ class Study:
         baseline = plain.get('baseline', rows[0])
         if baseline not in methods:
             raise ValueError(f'the baseline {baseline!r} is none of the methods')
+        notes = tuple(map(line, plain.get('notes', ())))
         return cls(
-            name, str(plain['title']), str(plain.get('source', '')), tuple(plain.get('notes', ())), baseline,
+            name, line(plain['title']), line(plain.get('source', '')), notes, baseline,
             dict(tables['metrics']), own, rows, columns, seeds, tuple(runs),
             published(tables['published'], methods, scenes, len(tables['metrics'])), unavailable, scale,
-            str(chosen.get('about', '')), float(chosen.get('minutes', math.nan)), scales,
+            line(chosen.get('about', '')), float(chosen.get('minutes', math.nan)), scales,
         )  # fmt: skip
 
     def metric(self, method: str, heading: str) -> str:
@@ -266,6 +267,11 @@ def table(what: str, value: Any) -> Mapping[str, Any]:
 def tables_in(what: str, value: Any) -> dict[str, Mapping[str, Any]]:
     """A table of tables."""
     return {name: table(f'{what}.{name}', inner) for name, inner in table(what, value).items()}
+
+
+def line(text: Any) -> str:
+    """A text in one line."""
+    return ' '.join(str(text).split())
 
 
 def only(what: str, said: Mapping[str, Any], known: Sequence[str]) -> None:
