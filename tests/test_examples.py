@@ -7,13 +7,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fedjax_nc.experiments import command
+from fedjax_nc.experiments import command, study
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / 'README.md').read_text()
@@ -178,9 +179,15 @@ def test_readme_programs_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(blocks('python')[2], namespace)
     assert namespace['summary']['personal_accuracy'] > 0.5
-    assert [path.name for path in (tmp_path / 'runs').iterdir()] == [namespace['setting'].digest]
+    assert [path.name for path in (tmp_path / 'runs').iterdir()] == [namespace['setting'].name]
     exec(blocks('python')[3], namespace)
     assert 0 < float(namespace['report'].loss) < 3
+
+
+def test_the_study_of_the_readme_is_one():
+    (text,) = blocks('toml')
+    made = study.Study.of(tomllib.loads(text), 'readme')
+    assert (len(made.runs), made.baseline, made.seeds) == (30, 'FedAvg', (0, 1, 2, 3, 4))
 
 
 def test_readme_shows_the_whole_of_fedprox():

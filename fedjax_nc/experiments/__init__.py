@@ -1,12 +1,21 @@
-"""Experiments: a run as plain data, and the one place where it is carried out. Names and files live here; the floors
-below are functions without any.
+"""Experiments: runs and studies as plain data, and the one place where they are carried out. Names and files live
+here; the floors below are functions without any.
 
 setting: what tells one run from another, read from JSON or TOML and written as JSON
 recipes: methods by name
+scene: from a setting to its data and its method
+measures: what is measured of a run
 pipeline: a run from its data to its summary
-command: a run from a command line
+seeds: runs that differ in their seed alone, in one program
+geometry: frames, measured without training
+study: methods x scenes x seeds, and published tables (`tables/*.toml`)
+runner: carries out what is missing of a study
+report, figures: what a study has found
+traffic, provenance: bytes that are sent; versions, commit, processor, memory
+command: a run from a command line; `python -m fedjax_nc.experiments` is that of studies
 """
 
 from fedjax_nc.experiments import recipes as recipes
 from fedjax_nc.experiments.pipeline import run as run
 from fedjax_nc.experiments.setting import Setting as Setting
+from fedjax_nc.experiments.study import Study as Study

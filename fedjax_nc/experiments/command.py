@@ -176,6 +176,8 @@ def script(main: Callable[[], Any], prog: str, resume: str | None = '--resume') 
     warnings.showwarning = lambda message, *rest: print(f'{prog}: warning: {message}', file=sys.stderr)
     try:
         main()
+    except BrokenPipeError:  # who read our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor can what is left be flushed
     except PROBLEMS as problem:
         sys.exit(f'{prog}: error: {" ".join(str(problem).split())}')
     except KeyboardInterrupt as stopped:
