@@ -18,7 +18,8 @@ TABLES = [
 SCALES = [(name, scale) for name in TABLES for scale in study.Study.read(name).scales]
 LAST = ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
 SINGLE = {
-    'global_accuracy', 'global_accuracy_oracle', 'personal_accuracy', 'personal_accuracy_std',
+    'global_accuracy', 'global_accuracy_oracle', 'personal_accuracy', 'personal_accuracy_before',
+    'personal_accuracy_std',
     'personal_accuracy_trained', 'personal_accuracy_present', 'personal_accuracy_labels',
     'personal_accuracy_labels_std',
 }  # fmt: skip
