@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ def holding(out: Path) -> Iterator[None]:
 
 def replace(path: Path, text: str) -> None:
     """Writes a file beside its place and renames it, so that it is there whole or as it was."""
-    temporary = path.with_name(f'{path.name}.tmp')
+    temporary = path.with_name(f'.{path.name}.{os.getpid()}.{threading.get_ident()}.tmp')  # others may write it, too
     temporary.write_text(text, newline='')
     os.replace(temporary, path)
 

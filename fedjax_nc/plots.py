@@ -115,11 +115,12 @@ def curve_panels(panels: Mapping[str, Curves], *, xlabel: str = 'communication r
         ImportError: without matplotlib.
     """
     figure, row = _figure(3.1, 2.7, len(panels))
+    ranks = _ranks(panels)
     for axes, (title, curves) in zip(row, panels.items(), strict=True):
-        _curves(axes, curves)
+        _curves(axes, curves, ranks=ranks)
         axes.set_xlabel(xlabel)
         axes.set_title(title, fontsize=10, color=_INK)
-    _legend(figure, row[0])
+    _legend(figure, row[0], row)
     return figure
 
 
@@ -185,16 +186,20 @@ def grouped_bars(
         ValueError: if there is no panel, or values are not as many as groups.
         ImportError: without matplotlib.
     """
-    names = max((len(bars) for bars in panels.values()), default=0)
+    ranks = _ranks(panels)
+    names = len(ranks)
     figure, row = _figure(max(2.6, 0.16 * names * len(groups) + 1.4), 2.9, len(panels))
     for axes, (title, bars) in zip(row, panels.items(), strict=True):
-        width = 0.8 / max(len(bars), 1)
-        for i, (name, values) in enumerate(bars.items()):
+        width = 0.8 / max(names, 1)
+        for name, values in bars.items():
+            i = ranks[name]
             y = np.atleast_2d(np.asarray(values, float))
             if y.ndim != 2 or y.shape[1] != len(groups):
                 raise ValueError(f'{name!r} needs {len(groups)} values, or [seeds, {len(groups)}]; got {y.shape}.')
-            x = np.arange(len(groups)) + (i - (len(bars) - 1) / 2) * width
-            axes.bar(x, y.mean(0), 0.92 * width, label=name, color=_COLORS[i % len(_COLORS)])
+            x = np.arange(len(groups)) + (i - (names - 1) / 2) * width
+            hatch = ('', '//', '..', 'xx')[i // len(_COLORS) % 4]  # where colours come again
+            color = _COLORS[i % len(_COLORS)]
+            axes.bar(x, y.mean(0), 0.92 * width, label=name, color=color, hatch=hatch, edgecolor='white', linewidth=0)
             if len(y) > 1:
                 axes.errorbar(x, y.mean(0), y.std(0), fmt='none', ecolor=_INK, elinewidth=1)
         axes.set_xticks(range(len(groups)), labels=list(groups))
@@ -202,8 +207,7 @@ def grouped_bars(
         axes.grid(axis='y', color='#e4e4e4', linewidth=0.8)
         axes.set_axisbelow(True)
     row[0].set_ylabel(ylabel)
-    handles, labels = row[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc='outside right upper', frameon=False)
+    figure.legend(*_entries(row), loc='outside right upper', frameon=False)
     return figure
 
 
@@ -223,6 +227,7 @@ def boxes(panels: Mapping[str, Mapping[str, ArrayLike]], *, ylabel: str = 'test 
         ValueError: if there is no panel, or a name has no values.
         ImportError: without matplotlib.
     """
+    ranks = _ranks(panels)
     names = max((len(spread) for spread in panels.values()), default=0)
     figure, row = _figure(max(2.4, 0.75 * names + 0.8), 3.0, len(panels))
     for axes, (title, spread) in zip(row, panels.items(), strict=True):
@@ -231,7 +236,7 @@ def boxes(panels: Mapping[str, Mapping[str, ArrayLike]], *, ylabel: str = 'test 
             values = values[np.isfinite(values)]
             if not values.size:
                 raise ValueError(f'{name!r} has no values to draw.')
-            color = _COLORS[i % len(_COLORS)]
+            color = _COLORS[ranks[name] % len(_COLORS)]
             if np.ptp(values) > 0:
                 for body in axes.violinplot(values, [i], widths=0.8, showextrema=False)['bodies']:  # type: ignore[attr-defined]
                     body.set_facecolor(color)
@@ -248,10 +253,17 @@ def boxes(panels: Mapping[str, Mapping[str, ArrayLike]], *, ylabel: str = 'test 
     return figure
 
 
-def _curves(axes: 'Axes', curves: Curves, scale: float = 1) -> None:
+def _ranks(panels: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """The names of all panels in order: one looks the same wherever it is drawn."""
+    return {name: i for i, name in enumerate(dict.fromkeys(name for panel in panels.values() for name in panel))}
+
+
+def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, int] | None = None) -> None:
     if not curves:
         raise ValueError('`curves` is empty: give at least one name -> (rounds, accuracy).')
-    for i, (name, (rounds, values)) in enumerate(curves.items()):
+    ranks = ranks or _ranks({'': curves})
+    for name, (rounds, values) in curves.items():
+        i = ranks[name]
         x, y = np.asarray(rounds), np.atleast_2d(np.asarray(values, float)) * scale
         if x.ndim != 1 or y.ndim != 2 or y.shape[1] != len(x):
             raise ValueError(
@@ -269,7 +281,7 @@ def _curves(axes: 'Axes', curves: Curves, scale: float = 1) -> None:
             linewidth=1.8,
             marker=_MARKERS[i % len(_MARKERS)],
             markersize=4.5,
-            markevery=(i * every // max(len(curves), 1), every),
+            markevery=(i * every // max(len(ranks), 1), every),
         )
         if len(y) > 1:
             axes.fill_between(x, mean - y.std(0), mean + y.std(0), color=color, alpha=0.18, linewidth=0)
@@ -299,12 +311,18 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple['Figure', li
     return figure, row
 
 
-def _legend(figure: 'Figure', axes: 'Axes') -> None:
-    handles, labels = axes.get_legend_handles_labels()
+def _entries(row: Sequence['Axes']) -> tuple[list[Any], list[str]]:
+    """What legends of several axes tell, each name once."""
+    found = {label: handle for axes in row for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    return list(found.values()), list(found)
+
+
+def _legend(figure: 'Figure', axes: 'Axes', row: Sequence['Axes'] = ()) -> None:
+    handles, labels = _entries(row or [axes])
     if len(labels) > 6:  # beside the axes, where many entries hide nothing
         figure.legend(handles, labels, loc='outside right upper', frameon=False)
     else:
-        axes.legend(loc='best', framealpha=0.9, edgecolor='none')
+        axes.legend(handles, labels, loc='best', framealpha=0.9, edgecolor='none')
 
 
 def _bubbles(axes: 'Axes', counts: np.ndarray, names: list[str]) -> None:

@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,13 +35,16 @@ class TestSetting:
 
     def test_its_digest_names_every_difference_and_nothing_else(self):
         seen = {Setting().digest}
-        other = {'dataset': 'digits', 'partition': 'iid', 'model': 'cnn', 'norm': 'group', 'precision': 'bfloat16',
-                 'flip': True, 'algorithm': 'fedavg', 'options': {'a': 1}, 'head': 'etf', 'loss': 'positive',
-                 'weigh': 'alike', 'server_optimizer': 'sgd', 'participation': 0.5, 'lr_decay': 0.5, 'momentum': 0.5,
-                 'weight_decay': 0.5, 'test_share': 0.5}  # fmt: skip
+        other = {'dataset': 'digits', 'partition': 'iid', 'tests': 'common', 'model': 'cnn', 'norm': 'group',
+                 'precision': 'bfloat16', 'pixels': 'cifar10_fednh', 'crop_mode': 'reflect', 'flip': True,
+                 'algorithm': 'fedavg', 'options': {'a': 1}, 'head': 'linear', 'loss': 'positive',
+                 'personal': 'latest', 'weigh': 'alike', 'server_optimizer': 'sgd', 'server_momentum': 0.5,
+                 'participation': 0.5, 'lr_decay': 0.5, 'momentum': 0.5, 'weight_decay': 0.5,
+                 'test_share': 0.5}  # fmt: skip
         for field in dataclasses.fields(Setting):
             seen.add(Setting(**{field.name: other.get(field.name, 7)}).digest)
         assert len(seen) == 1 + len(dataclasses.fields(Setting))
+        assert Setting(**Setting().plain()).digest == Setting().digest  # what is said need not be left out
         same = 'from fedjax_nc.experiments import Setting; print(Setting().digest)'
         told = subprocess.run([sys.executable, '-c', same], capture_output=True, text=True, check=True).stdout.strip()
         assert told == Setting().digest
@@ -51,7 +56,7 @@ class TestSetting:
             ({'algorithm': 'fedfoo'}, 'algorithm must be one of fedavg'),
             ({'model': 'vit'}, 'model must be one of mlp'),
             ({'partition': 'stars'}, 'partition must be one of dirichlet'),
-            ({'weigh': 'size'}, 'weigh must be one of examples, alike'),
+            ({'weigh': 'size'}, 'weigh must be one of published, examples, alike'),
             ({'clients': 0}, 'clients must be at least 1'),
             ({'rounds': 2.5}, 'rounds must be a whole number'),
             ({'alpha': float('nan')}, 'alpha must be finite'),
@@ -62,7 +67,9 @@ class TestSetting:
             ({'seed': -1}, 'seed must be at least 0'),
             ({'flip': 1}, 'flip must be true or false'),
             ({'options': ['mu']}, 'options must name arguments'),
-            ({'algorithm': 'moon', 'flip': True}, 'leave crop and flip out'),
+            ({'eval_last': 0}, 'eval_last must be at least 1'),
+            ({'dataset': 'cifar10.np'}, 'or NAME.npz'),
+            ({'server_momentum': 1}, 'server_momentum must lie in'),
             ({'learning_rate': 1}, 'no setting is called learning_rate'),
         ],
     )
@@ -153,7 +160,7 @@ def test_a_run_begun_before_there_were_choices_is_resumed(tmp_path):
         del config[name]
     pipeline.write(tmp_path / 'config.json', config)
     pipeline.settle(setting, tmp_path, resume=True)
-    with pytest.raises(ValueError, match='head was None and is now etf'):
+    with pytest.raises(ValueError, match='head was linear and is now etf'):
         pipeline.settle(dataclasses.replace(setting, head='etf'), tmp_path, resume=True)
 
 
@@ -178,6 +185,34 @@ def test_the_server_of_ratio_loss_has_63_examples_of_each_class(monkeypatch):
     assert given['server_opt'] is None
 
 
+@pytest.mark.parametrize(('choice', 'compares'), [
+    ({'algorithm': 'moon'}, True), ({'algorithm': 'fedmmd'}, True), ({'algorithm': 'fedavg'}, False),
+    ({'algorithm': 'ccvr', 'options': {'base': 'moon'}}, True), ({'algorithm': 'ccvr'}, False),
+])  # fmt: skip
+def test_models_that_are_compared_see_the_same_crops(monkeypatch, choice, compares):
+    """Those methods prepare images themselves; the models of the others do."""
+    plain, setting, given = Setting(**SMALL, **choice), Setting(**SMALL, **choice, flip=True, crop=2), {}
+    monkeypatch.setitem(
+        recipes.RECIPES, setting.algorithm, lambda model, *_, **kwargs: given.update(kwargs, model=model)
+    )
+    dataset = pipeline.load(setting)[0]
+    pipeline.build(setting, dataset)
+    assert ('preprocess' in given['options']) == compares
+    x, key = jnp.asarray(dataset.x_train[:4]), jax.random.key(0)
+    params, stats = given['model'].init(key, x)
+    features = [given['model'].features(params, stats, x, jnp.ones(4, bool), k)[0] for k in jax.random.split(key)]
+    assert bool((features[0] == features[1]).all()) == compares  # whether the model draws crops of its own
+    pipeline.build(plain, dataset)
+    assert 'preprocess' not in given['options']
+
+
+def test_equal_settings_have_one_folder():
+    """Whether a file says 10 or 10.0."""
+    for one, two in (({'clip': 10}, {'clip': 10.0}), ({'options': {'mu': 1}}, {'options': {'mu': 1.0}})):
+        assert Setting(**one) == Setting(**two)
+        assert Setting(**one).name == Setting(**two).name
+
+
 @pytest.mark.parametrize(('choice', 'step'), [({'server_lr': 0.3}, 0.3), ({'server_optimizer': 'fedavgm'}, 0.1)])
 def test_server_optimizers_have_their_rate_or_the_one_given(monkeypatch, choice, step):
     setting, given = Setting(**SMALL, algorithm='fedavg', loss='balanced_softmax', **choice), {}
@@ -186,7 +221,7 @@ def test_server_optimizers_have_their_rate_or_the_one_given(monkeypatch, choice,
     opt, theta = given['server_opt'], np.float32(0)
     update, _ = opt.update(np.float32(-1), opt.init(theta), theta)
     np.testing.assert_allclose(update, step, rtol=1e-6)
-    assert (given['head'], given['loss']) == (None, 'balanced_softmax')
+    assert (given['head'], given['loss']) == ('linear', 'balanced_softmax')
 
 
 def test_personal_models_that_diverge_are_no_result(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Figures show the numbers they were given, and leave matplotlib's global state alone."""
 
 import io
+import itertools
 import subprocess
 import sys
 
@@ -91,6 +92,62 @@ def test_heat_maps_show_their_matrices(limits):
     assert png(figure)
 
 
+def test_grouped_bars():
+    """A bar for each name and group, beside each other; a line where there are seeds."""
+    seeds = np.array([[10.0, 20, 30], [14, 24, 36]])
+    panels = {'one': {'a': [50, 40, 30], 'b': seeds}, 'two': {'a': [1, 2, 3], 'b': [4, 5, 6]}}
+    figure = plots.grouped_bars(panels, ['many', 'medium', 'few'])
+    assert [axes.get_title() for axes in figure.axes] == ['one', 'two']
+    first, second = figure.axes
+    assert len(first.patches) == len(second.patches) == 2 * 3
+    heights = {
+        bars.get_label(): [bar.get_height() for bar in bars] for bars in first.containers if bars.get_label() in 'ab'
+    }
+    np.testing.assert_allclose(heights['a'], [50, 40, 30])
+    np.testing.assert_allclose(heights['b'], [12, 22, 33])
+    (lines,) = first.collections
+    np.testing.assert_allclose([line[:, 1] for line in lines.get_segments()], [[10, 14], [20, 24], [30, 36]])
+    assert not second.collections
+    edges = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in first.patches)
+    assert all(right <= left for (_, right), (left, _) in itertools.pairwise(edges))
+    assert [label.get_text() for label in first.get_xticklabels()] == ['many', 'medium', 'few']
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ['a', 'b']
+    assert png(figure)
+
+
+def test_a_name_looks_the_same_in_every_panel():
+    """Also where one of the others has no values, and the first panel lacks one."""
+    for figure in (
+        plots.grouped_bars({'one': {'a': [1, 2], 'b': [3, 4]}, 'two': {'b': [3, 4], 'c': [5, 6]}}, ['x', 'y']),
+        plots.curve_panels({'one': {'a': ([1], [2]), 'b': ([1], [3])}, 'two': {'b': ([1], [3]), 'c': ([1], [3])}}),
+    ):
+        looks = []
+        for axes in figure.axes:
+            handles, labels = axes.get_legend_handles_labels()
+            shown = [h.patches[0].get_facecolor() if hasattr(h, 'patches') else h.get_color() for h in handles]
+            looks.append(dict(zip(labels, shown, strict=True)))
+        assert looks[0]['b'] == looks[1]['b']
+        assert len({looks[0]['a'], looks[0]['b'], looks[1]['c']}) == 3
+        legend = figure.legends[0] if figure.legends else figure.axes[0].get_legend()
+        assert [text.get_text() for text in legend.get_texts()] == ['a', 'b', 'c']
+
+
+def test_boxes():
+    spread = {'wide': np.arange(101.0), 'gaps': [np.nan, 1, 2, 3, np.nan], 'alike': [5.0, 5.0]}
+    figure = plots.boxes({'one': spread, 'two': {'alone': [7.0]}}, ylabel='percent')
+    first, second = figure.axes
+    assert first.get_ylabel() == 'percent'
+    assert [label.get_text() for label in first.get_xticklabels()] == ['wide', 'gaps', 'alike']
+    assert len(first.collections) == 2  # no violin around a single value
+    lines = {(round(np.mean(u.get_xdata())), tuple(u.get_ydata())) for u in first.lines}
+    for i, middle in enumerate((50, 2, 5)):
+        assert (i, (middle, middle)) in lines
+    boxes = [u.get_ydata() for u in first.lines if len(u.get_ydata()) == 5]
+    np.testing.assert_allclose([(min(y), max(y)) for y in boxes], [(25, 75), (1.5, 2.5), (5, 5)])
+    assert len([u for u in second.lines if len(u.get_ydata()) == 5]) == 1
+    assert png(figure)
+
+
 def test_twelve_curves_look_different():
     figure = plots.accuracy_curves({str(i): ([1, 2], [0.1, 0.2]) for i in range(12)})
     looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
@@ -108,8 +165,14 @@ def test_refusals(clients):
         lambda: plots.curve_panels({'NC1': {}}),
         lambda: plots.heat_maps({}),
         lambda: plots.heat_maps({'a': np.ones(3)}),
+        lambda: plots.grouped_bars({}, ['x']),
+        lambda: plots.grouped_bars({'one': {'a': [1, 2]}}, ['x']),
+        lambda: plots.grouped_bars({'one': {'a': np.ones((2, 2, 2))}}, ['x', 'y']),
+        lambda: plots.boxes({}),
+        lambda: plots.boxes({'one': {'a': []}}),
+        lambda: plots.boxes({'one': {'a': [np.nan]}}),
     ):
-        with pytest.raises(ValueError, match=r'needs|needed|empty|must'):
+        with pytest.raises(ValueError, match=r'needs|needed|empty|must|no values'):
             call()
 
 

@@ -30,10 +30,12 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
     fields = Dataset._fields[:4]
     try:
         with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ValueError('it holds one array without a name')
             if sorted(file.files) != sorted(fields):
                 raise ValueError(f'it holds {", ".join(sorted(file.files))}, not {", ".join(fields)}')
             x_train, y_train, x_test, y_test = (np.asarray(file[name]) for name in fields)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f'{path} cannot be read: {" ".join(str(error).split())}') from error
     try:
         if x_train.shape[1:] != x_test.shape[1:] or x_train.dtype != x_test.dtype or not x_train.shape[1:]:

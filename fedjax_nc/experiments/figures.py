@@ -1,7 +1,7 @@
 """The figures of a study."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,16 +18,19 @@ Panels = dict[str, dict[str, Any]]
 
 
 def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
-    """All that can be drawn of the runs there are: name -> figure."""
+    """All that can be drawn of the runs there are, but for those that diverged: name -> figure."""
     curves: Panels = {}
     sent: Panels = {}
     spread: Panels = {}
-    bars: Panels = {}
-    names: tuple[str, ...] = ()
+    bars: dict[tuple[str, ...], Panels] = {}  # by the names of the groups
     for scene in study.scenes:
         title = scene or study.name
-        for method in study.methods:
-            runs = [s for s in found.get((method, scene), {}).values() if s.get('curve')]
+        sound = {
+            method: [s for s in found.get((method, scene), {}).values() if s.get('curve') and 'diverged' not in s]
+            for method in study.methods
+        }
+        names, group = grouping([s for runs in sound.values() for s in runs if 'class_accuracy' in s])
+        for method, runs in sound.items():
             if not runs:
                 continue
             rounds = sorted(set.intersection(*({r for r, _ in s['curve']} for s in runs)))
@@ -37,13 +40,11 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
                 each = [(s['bytes']['down'] + s['bytes']['up']) / s['rounds'] for s in runs if 'bytes' in s]
                 if each:
                     sent.setdefault(title, {})[method] = (np.array(rounds) * np.mean(each), lines)
-            own = [a for s in runs for a in s.get('clients', {}).get('personal_accuracy', ()) if a is not None]
+            own = [a for s in runs for a in (s.get('clients') or {}).get('personal_accuracy', ()) if a is not None]
             if own:
                 spread.setdefault(title, {})[method] = 100 * np.array(own)
-            grouped = [by_group(s) for s in runs if 'class_accuracy' in s]
-            if grouped:
-                names = grouped[0][0]
-                bars.setdefault(title, {})[method] = [numbers for _, numbers in grouped]
+            if grouped := [group(s) for s in runs if 'class_accuracy' in s]:
+                bars.setdefault(names, {}).setdefault(title, {})[method] = grouped
     if curves:
         yield 'curves', labelled(plots.curve_panels(curves), 'test accuracy [%]')
     if sent:
@@ -54,23 +55,42 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
         yield 'communication', labelled(figure, 'test accuracy [%]')
     if spread:
         yield 'clients', plots.boxes(spread, ylabel="clients' accuracy [%]")
-    if bars and all(len(np.shape(v)) == 2 for panel in bars.values() for v in panel.values()):
-        yield 'groups', plots.grouped_bars(bars, names)
+    for i, (names, panels) in enumerate(bars.items()):
+        figure = plots.grouped_bars(panels, names)
+        for axes in figure.axes:
+            axes.set_xlabel('class' if names[0] == '0' else 'classes')
+        yield f'groups{i + 1 if i else ""}', figure
 
 
-def by_group(summary: Mapping[str, Any]) -> tuple[tuple[str, ...], list[float]]:
-    """Accuracy in percent of the generic model by groups of classes: many, medium and few examples; each class where
-    all have about as many; the best, middle and worst third where those would be more than ten."""
-    accuracy, examples = 100 * np.array(summary['class_accuracy']), np.array(summary['class_examples'])
-    if examples.max() > 2 * max(examples.min(), 1):
-        group = np.asarray(evaluate.groups(jnp.asarray(examples)))
-        means = [float(accuracy[group == g].mean()) if (group == g).any() else math.nan for g in range(3)]
-        return ('many', 'medium', 'few'), means
-    if len(accuracy) <= 10:
-        return tuple(map(str, range(len(accuracy)))), accuracy.tolist()
-    return ('best third', 'middle', 'worst third'), [
-        float(p.mean()) for p in np.array_split(np.sort(accuracy)[::-1], 3)
-    ]
+Group = Callable[[Mapping[str, Any]], list[float]]
+"""summary -> accuracy in percent of the generic model for each group of classes."""
+
+
+def grouping(summaries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], Group]:
+    """How the classes of one scene are grouped, for all of its runs alike.
+
+    By many, medium and few training examples if some class has more than twice as many as another; each class by itself
+    where there are at most ten; else the best, middle and worst third.
+    """
+    tables = [np.array(s['class_examples']) for s in summaries]
+    if any(examples.max() > 2 * max(examples.min(), 1) for examples in tables):
+        return ('many', 'medium', 'few'), by_examples
+    if all(len(examples) <= 10 for examples in tables):
+        count = max((len(examples) for examples in tables), default=0)
+        return tuple(map(str, range(count))), lambda s: [100.0 * a for a in s['class_accuracy']]
+    return ('best third', 'middle', 'worst third'), by_thirds
+
+
+def by_examples(summary: Mapping[str, Any]) -> list[float]:
+    """Of classes with many, medium and few examples."""
+    accuracy, group = 100 * np.array(summary['class_accuracy']), evaluate.groups(jnp.asarray(summary['class_examples']))
+    return [float(accuracy[np.asarray(group) == g].mean()) if (group == g).any() else math.nan for g in range(3)]
+
+
+def by_thirds(summary: Mapping[str, Any]) -> list[float]:
+    """Of the best, middle and worst third of the classes."""
+    thirds = np.array_split(np.sort(100 * np.array(summary['class_accuracy']))[::-1], 3)
+    return [float(third.mean()) for third in thirds]
 
 
 def labelled(figure: Any, ylabel: str) -> Any:

@@ -17,7 +17,7 @@ from fedjax_nc.base import Array, State, Tree
 from fedjax_nc.experiments import provenance, recipes, traffic
 from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.scene import build, load
-from fedjax_nc.experiments.setting import Setting
+from fedjax_nc.experiments.setting import KEPT, Setting
 
 FREE = ('rounds', 'eval_every')  # what may differ when a run is resumed
 
@@ -56,6 +56,7 @@ def run(
       DivergedError: if training or the personal models diverged.
     """
     out, clock = Path(out), Clock()
+    provenance.revision()  # that of the code which runs, whatever is changed meanwhile
     with checkpoints.holding(out):
         settle(setting, out, resume)
         with clock.part('data'):
@@ -114,7 +115,7 @@ def conclude(
         **({'global_accuracy': done.history[-1]['accuracy']} if recipe.generic else {}),
         **{
             f'global_{name}_last{setting.eval_last}': training.last_mean(done.history, name, setting.eval_last)
-            for name in ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
+            for name in KEPT
             if name in done.history[-1]
         },
         **personal,
@@ -191,12 +192,15 @@ def settle(setting: Setting, out: Path, resume: bool) -> None:
         return
     if not resume:
         raise ValueError(f'{out} already holds a run: resume it, or choose another directory')
-    before, defaults = known(path), Setting().plain()
+    try:
+        before = Setting.among(known(path)).plain()
+    except TypeError as error:
+        raise ValueError(f'{path} is damaged: choose another directory') from error
     bound = ('rounds',) if setting.algorithm == 'fedetf_gmv' else ()  # its memory is planned from their number
     said = [
-        f'{name} was {before.get(name, defaults[name])} and is now {value}'
+        f'{name} was {before[name]} and is now {value}'
         for name, value in setting.plain().items()
-        if (name not in FREE or name in bound) and before.get(name, defaults[name]) != value
+        if (name not in FREE or name in bound) and before[name] != value
     ]
     if said:
         raise ValueError(f'the run in {out} has other settings: {", ".join(said)}')

@@ -1,5 +1,7 @@
 """What a result came from: versions, commit, device, memory."""
 
+import datetime
+import functools
 import importlib.metadata
 import os
 import platform
@@ -17,8 +19,9 @@ PACKAGES = ('fedjax_nc', 'jax', 'jaxlib', 'flax', 'optax', 'numpy')
 
 def about() -> dict[str, Any]:
     """Versions, the library's commit if it runs from a checkout, device and date are told as an appendix needs them."""
-    commit = revision(Path(fedjax_nc.__file__).parent)
+    commit = revision()
     return {
+        'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
         'device': device(),
         'versions': {'python': platform.python_version(), **{name: version(name) for name in PACKAGES}},
         **({'commit': commit} if commit else {}),
@@ -34,8 +37,12 @@ def version(package: str) -> str:
         return 'unknown'
 
 
-def revision(folder: Path) -> str:
-    """The commit of the checkout that a folder belongs to, with '+' if tracked files differ from it; '' if none."""
+@functools.lru_cache
+def revision(folder: Path = Path(fedjax_nc.__file__).parent) -> str:
+    """The commit of the checkout that a folder belongs to, with '+' if tracked files differ from it; '' if none.
+
+    It is asked for once: code that is changed while a program runs is not what runs.
+    """
     git = ['git', '-C', str(folder)]
     try:
         said = subprocess.run(

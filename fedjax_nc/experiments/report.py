@@ -1,8 +1,9 @@
 """What a study has found: tables in Markdown, LaTeX and CSV, and figures.
 
 Numbers are those of the last round or means over the last ones, as the study's metrics say, never of the best round. A
-mean over seeds comes with the standard deviation of a sample (ddof 1), a difference to the baseline is that of pairs of
-the same seed, thus of the same partition, and comes with the 95 % interval of Student's t.
+mean over seeds comes with the standard deviation of a sample (ddof 1). A difference to the baseline is that of pairs of
+the same seed, thus of the same partition unless a row changes the clients, and comes with the 95 % interval of
+Student's t. Where not all finished seeds have a number, it says how many have.
 """
 
 import csv
@@ -19,6 +20,11 @@ from fedjax_nc import checkpoints
 from fedjax_nc.experiments import figures, runner
 from fedjax_nc.experiments.figures import Found
 from fedjax_nc.experiments.study import Study
+
+TEX = {
+    **{char: f'\\{char}' for char in '&%_#${}'},
+    '\\': '\\textbackslash{}', '^': '\\textasciicircum{}', '~': '\\textasciitilde{}',
+}  # fmt: skip
 
 
 class Mean(NamedTuple):
@@ -39,7 +45,10 @@ class Difference(NamedTuple):
 
 
 def write(study: Study, out: str | Path, target: float | None = None) -> Path:
-    """Writes `out/NAME/`: `report.md`, `report.tex`, `table.csv`, `runs.csv` and figures; returns the folder.
+    """Writes the report of all finished runs, and returns its folder.
+
+    That is `out/NAME`, at other scales than `full` `out/NAME-SCALE`, with `report.md`, `report.tex`, `table.csv`,
+    `runs.csv` and figures.
 
     Args:
       study: whose finished runs in `out` are told.
@@ -52,9 +61,12 @@ def write(study: Study, out: str | Path, target: float | None = None) -> Path:
     found = gather(study, out)
     if not any(found.values()):
         raise ValueError(f'no run of {study.name} is finished in {out}: carry it out first')
-    folder = Path(out) / study.name
+    folder = Path(out) / (study.name if study.scale == 'full' else f'{study.name}-{study.scale}')
     folder.mkdir(parents=True, exist_ok=True)
     drawn = dict(figures.of(study, found))
+    for old in folder.glob('*.png'):
+        if old.stem not in drawn:
+            old.unlink()
     for name, figure in drawn.items():
         figure.savefig(folder / f'{name}.png', dpi=150)
     texts = {
@@ -160,9 +172,12 @@ def cells(study: Study, found: Found, method: str, scene: str, plus: str = '±')
     printed = study.published.get((method, scene), ((math.nan, math.nan),) * len(study.metrics))
     for heading, theirs in zip(study.metrics, printed, strict=True):
         name, numbers = study.metric(method, heading), values(study, found, method, scene, heading)
-        ours = cell(name, *mean(numbers.values())[:2], plus)
-        if not ours and any('diverged' in summary for summary in found.get((method, scene), {}).values()):
+        ours, runs = cell(name, *mean(numbers.values())[:2], plus), found.get((method, scene), {})
+        if not ours and any('diverged' in summary for summary in runs.values()):
             ours = 'diverged'
+        elif ours and len(numbers) < len(runs):
+            lost = sum('diverged' in summary for summary in runs.values())
+            ours += f' ({len(numbers)} of {len(runs)}{f", {lost} diverged" if lost else ""})'
         yield ours, cell(name, *theirs, plus)
 
 
@@ -185,7 +200,14 @@ def markdown(study: Study, found: Found, drawn: list[str], target: float | None 
         for (method, scene), done in found.items()
         if (lacking := [seed for seed in study.seeds if seed not in done])
     ]
-    lines += ['Not finished:', '', *(f'- {line}' for line in missing), ''] if missing else []
+    lost = [
+        f'{method}{", " + scene if scene else ""}, seed {seed}: {summary["diverged"]}'
+        for (method, scene), done in found.items()
+        for seed, summary in done.items()
+        if 'diverged' in summary
+    ]
+    for heading, said in (('Not finished', missing), ('Diverged', lost)):
+        lines += [f'{heading}:', '', *(f'- {line}' for line in said), ''] if said else []
     lines += ['Notes:', '', *(f'- {note}' for note in study.notes), ''] if study.notes else []
     lines += ['Made with:', '', *(f'- {line}' for line in made_with(found)), '']
     return '\n'.join(lines).replace('\n\n\n', '\n\n')
@@ -194,13 +216,18 @@ def markdown(study: Study, found: Found, drawn: list[str], target: float | None 
 def scene_table(study: Study, found: Found, scene: str) -> list[str]:
     """The main table of a scene; what was published stands beside where there is any."""
     told = any((method, scene) in study.published for method in study.methods)
-    heads = [name for heading in study.metrics for name in ((heading, 'published') if told else (heading,))]
+    heads = [barred(n) for heading in study.metrics for n in ((heading, 'published') if told else (heading,))]
     lines = [f'| | {" | ".join(heads)} |', '|---|' + '---:|' * len(heads)]
     for method in study.methods:
         pairs = cells(study, found, method, scene)
         row = [text for ours, theirs in pairs for text in ((ours, theirs) if told else (ours,))]
-        lines.append(f'| {method} | {" | ".join(row)} |')
+        lines.append(f'| {barred(method)} | {" | ".join(row)} |')
     return lines
+
+
+def barred(text: str) -> str:
+    """A name in a cell of a Markdown table."""
+    return text.replace('|', '\\|')
 
 
 def difference_table(study: Study, found: Found, scene: str) -> list[str]:
@@ -215,9 +242,11 @@ def difference_table(study: Study, found: Found, scene: str) -> list[str]:
             text = '' if math.isnan(gain.mean) else f'{"+" * (gain.mean >= 0)}{runner.shown(name, gain.mean)}'
             if math.isfinite(gain.low):
                 text += f' [{runner.shown(name, gain.low)}, {runner.shown(name, gain.high)}]'
+            if 0 < gain.pairs < max(map(len, found.values())):
+                text += f' ({gain.pairs} pair{"s" * (gain.pairs > 1)})'
             row.append(text)
         if method != study.baseline and any(row):
-            lines.append(f'| {method} | {" | ".join(row)} |')
+            lines.append(f'| {barred(method)} | {" | ".join(row)} |')
     if not lines:
         return []
     heads = f'| less {study.baseline}, same seed [95 % interval] | {" | ".join(study.metrics)} |'
@@ -225,42 +254,53 @@ def difference_table(study: Study, found: Found, scene: str) -> list[str]:
 
 
 def cost_table(study: Study, found: Found, scene: str, target: float | None) -> list[str]:
-    """Last round beside the mean of the last, rounds to an accuracy, bytes and time of each method."""
+    """Last round beside the mean of the last, rounds to an accuracy, bytes and time of each method.
+
+    Accuracies are those of generic models; methods without one have none here.
+    """
     goal = target
     if goal is None:
-        ends = [last(s)[1] for s in found.get((study.baseline, scene), {}).values() if s.get('curve')]
+        base = sound(found.get((study.baseline, scene), {}))
+        ends = [last(summary)[1] for summary in base if 'global_accuracy' in summary]
         goal = float(np.mean(ends)) if ends else math.nan
     lines = []
     for method in study.methods:
-        runs = [s for s in found.get((method, scene), {}).values() if s.get('curve') and 'bytes' in s]
+        runs = [summary for summary in sound(found.get((method, scene), {})) if {'bytes', 'parameters'} <= set(summary)]
         if not runs:
             continue
-        reached = [runner.value(s, f'{runner.TO}{goal / 100}') for s in runs]
-        there = sum(map(math.isfinite, reached))
-        took = f'{np.mean(reached):.0f}' if there == len(runs) else f'{there} of {len(runs)} runs'
+        took = final = several = ''
+        if all('global_accuracy' in summary for summary in runs):
+            final, several = (cell('accuracy', *mean(last(s)[i] for s in runs)[:2]) for i in (0, 1))
+            reached = [runner.value(s, f'{runner.TO}{goal / 100}') for s in runs]
+            there = [rounds for rounds in reached if math.isfinite(rounds)]
+            part = f'{len(there)} of {len(runs)}' if len(there) < len(runs) else ''
+            took = f'{np.mean(there):.0f}' if there else f'{part} runs'
+            took += f' ({part})' if there and part else ''
         down, up, whole = (
             np.mean([pick(s['bytes']) for s in runs])
             for pick in (lambda b: b['client_down'], lambda b: b['client_up'], lambda b: b['down'] + b['up'])
         )
         minutes = np.mean([s['seconds']['total'] for s in runs]) / 60
-        final, several = (cell('accuracy', *mean(last(s)[i] for s in runs)[:2]) for i in (0, 1))
-        count = runs[0]['parameters']['total']
-        lines.append(
-            f'| {method} | {final} | {several} | {took} | {count:,} | {size(down)} / {size(up)} | {size(whole)} '
-            f'| {minutes:.3g} |'
-        )
+        traffic = [f'{size(down)} / {size(up)}', size(whole)]
+        row = [barred(method), final, several, *([took] if math.isfinite(goal) else [])]
+        row += [f'{runs[0]["parameters"]["total"]:,}', *traffic, f'{minutes:.3g}']
+        lines.append(f'| {" | ".join(row)} |')
     if not lines:
         return []
-    heads = ['', 'last round', 'mean of the last', f'rounds to {goal:.1f} %', 'parameters', 'client down / up a round',
-             'all rounds', 'minutes']  # fmt: skip
+    heads = ['', 'last round', 'mean of the last', *([f'rounds to {goal:.1f} %'] if math.isfinite(goal) else []),
+             'parameters', 'client down / up a round', 'all rounds', 'minutes']  # fmt: skip
     return [f'| {" | ".join(heads)} |', '|---|' + '---:|' * (len(heads) - 1), *lines]
 
 
+def sound(cell: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The summaries of a cell that have a curve and did not diverge."""
+    return [summary for summary in cell.values() if summary.get('curve') and 'diverged' not in summary]
+
+
 def last(summary: Mapping[str, Any]) -> tuple[float, float]:
-    """Accuracy in percent in the last round, and its mean over the last evaluations that the summary averages."""
-    seen = [accuracy for _, accuracy in summary['curve']]
+    """Accuracy in percent of the generic model in the last round, and its mean over the last ones."""
     names = [name for name in summary if name.startswith('global_accuracy_last')]
-    return seen[-1], runner.value(summary, names[0]) if names else float(np.mean(seen[-5:]))
+    return runner.value(summary, 'global_accuracy'), runner.value(summary, names[0]) if names else math.nan
 
 
 def size(count: float) -> str:
@@ -293,8 +333,7 @@ def latex(study: Study, found: Found) -> str:
     """The main tables for LaTeX with the package booktabs; published numbers are in the second line of a row."""
 
     def escaped(text: str) -> str:
-        for char in '&%_#':
-            text = text.replace(char, f'\\{char}')
+        text = ''.join(TEX.get(char, char) for char in text)
         return text.replace('±', '$\\pm$')
 
     scenes = [scene for scene in study.scenes if scene not in study.unavailable]

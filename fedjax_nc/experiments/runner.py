@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,15 @@ def carry_out(
       show: whether lines and bars are shown.
 
     Returns:
-      The runs that are still missing, as another process has them in hand.
+      The runs that are still missing: another process has them in hand, or their checkpoints cannot be used, of which
+      a warning tells.
 
     Raises:
       ValueError: for a setting that cannot be run, or a data set that is damaged.
       DatasetUnavailableError: for one that cannot be had.
     """
     left = [run for run in distinct(study.runs) if summary(run, out) is None]
-    told, busy = Teller(study, out, show), []
+    told, missing = Teller(study, out, show), []
     while left:
         group = alike(left[0], left, out) if together else left[:1]
         left = [run for run in left if run not in group]
@@ -64,12 +66,17 @@ def carry_out(
                     held.enter_context(checkpoints.holding(where(run, out)))
                     ours.append(run)
                 except checkpoints.InUseError:
-                    busy.append(run)
+                    missing.append(run)
             begun = time.perf_counter()
-            found = perform(ours, out, data_dir, show and progress.live())
+            try:
+                found = perform(ours, out, data_dir, show and progress.live())
+            except training.CheckpointError as error:  # of one run: others can go on
+                warnings.warn(f'{where(ours[0], out)}: {error}; this run is left out', stacklevel=2)
+                missing += ours
+                continue
             for run in ours:
                 told.done(run, found[run.setting.name], (time.perf_counter() - begun) / len(ours), left)
-    return busy
+    return missing
 
 
 def alike(run: Run, left: Sequence[Run], out: str | Path) -> list[Run]:
@@ -82,7 +89,7 @@ def alike(run: Run, left: Sequence[Run], out: str | Path) -> list[Run]:
         for other in left
         if dataclasses.replace(other.setting, seed=run.seed) == setting
         and not (where(other, out) / 'config.json').exists()
-    ]
+    ][: seeds.MOST]
 
 
 def perform(runs: Sequence[Run], out: str | Path, data_dir: str | Path | None, show: bool) -> dict[str, dict[str, Any]]:
@@ -113,9 +120,11 @@ def perform(runs: Sequence[Run], out: str | Path, data_dir: str | Path | None, s
 
 
 def diverged(run: Run, out: str | Path, error: Exception) -> dict[str, Any]:
-    """Writes the summary of a run that diverged."""
-    told = {'seed': run.seed, 'diverged': str(error)}
-    pipeline.write(where(run, out) / 'summary.json', told)
+    """Writes into the summary of a run that it diverged; what is known of its generic model stays."""
+    path = where(run, out) / 'summary.json'
+    known = pipeline.known(path) if path.exists() else {}
+    told = {**known, 'seed': run.seed, 'diverged': str(error)}
+    pipeline.write(path, told)
     return told
 
 
@@ -125,12 +134,16 @@ def where(run: Run, out: str | Path) -> Path:
 
 
 def summary(run: Run, out: str | Path) -> dict[str, Any] | None:
-    """What a finished run has found, with its `curve`; None for one that is not finished, or has a damaged summary."""
+    """What a finished run has found, with its `curve`; None for one that is not finished or has other settings than its
+    name says, or whose summary is damaged."""
     path = where(run, out) / 'summary.json'
     if not path.exists():
         return None
     try:
         found = pipeline.known(path)
+        config = path.with_name('config.json')
+        if config.exists() and type(run.setting).among(pipeline.known(config)) != run.setting:
+            return None  # a default may have changed since: what is there is told when the run is begun
     except ValueError:
         return None
     whole = 'diverged' in found or isinstance(run.setting, Geometry) or found.get('rounds') == run.setting.rounds
@@ -141,7 +154,10 @@ def curve(folder: Path) -> list[tuple[int, float]]:
     """(round, accuracy in percent) of every evaluation of a run: of the generic model, or of personal ones."""
     path, seen = folder / 'metrics.jsonl', []
     for line in path.read_text().splitlines() if path.exists() else ():
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except ValueError:  # the end of a run that was killed
+            break
         for name in ('accuracy', 'accuracy_personal'):
             if name in row:
                 seen.append((int(row['round']), 100.0 * row[name]))

@@ -38,10 +38,16 @@ def load(setting: Setting, data_dir: str | Path | None = None) -> Scene:
     clients = data.federate(dataset.x_train, dataset.y_train, parts, dataset.num_classes)
     x, y = dataset.x_test, dataset.y_test
     if setting.tests == 'matched':
-        return dataset, clients, data.matched_tests(clients.counts, x, y, total=len(y), seed=setting.seed)
-    if setting.tests == 'common':
-        return dataset, clients, data.common_test(x, y, setting.clients, dataset.num_classes)
-    return dataset, *data.split(clients, setting.test_share, seed=setting.seed)
+        tests = data.matched_tests(clients.counts, x, y, total=len(y), seed=setting.seed)
+    elif setting.tests == 'common':
+        tests = data.common_test(x, y, setting.clients, dataset.num_classes)
+    else:
+        clients, tests = data.split(clients, setting.test_share, seed=setting.seed)
+    if not int(tests.size.sum()):
+        raise ValueError(
+            f'no client has a test example with tests {setting.tests!r}: take another kind, or a larger share'
+        )
+    return dataset, clients, tests
 
 
 def build(setting: Setting, dataset: data.Dataset) -> recipes.Recipe:

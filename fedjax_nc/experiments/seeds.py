@@ -7,6 +7,7 @@ draws what it would draw alone.
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from fedjax_nc.models.convolution import compiler_options
 from fedjax_nc.progress import Progress
 
 SMALL = 1_000_000  # examples that a run visits
+MOST = 8  # seeds of one program: nothing of them is saved until all are trained
 
 
 def pays(setting: Setting) -> bool:
@@ -34,7 +36,7 @@ def pays(setting: Setting) -> bool:
 
     Such runs are not worth a checkpoint on the way either. Ratio Loss keeps examples of its own seed in its program.
     """
-    examples = setting.max_examples or {'digits': 1_437}.get(setting.dataset, 50_000)
+    examples = setting.max_examples or (1_437 if setting.dataset == 'digits' else math.inf)
     visits = examples * setting.participation * setting.local_epochs * setting.rounds
     return setting.model == 'mlp' and visits <= SMALL and setting.algorithm != 'ratioloss'
 
@@ -50,7 +52,7 @@ def run(
     """Carries out runs that differ in their seed alone.
 
     Writes what `pipeline.run` writes, at the end; the checkpoint is that of the last round. Results are those of
-    `pipeline.run`, seed by seed: bit for bit with one lane, where padding changes no sum.
+    `pipeline.run`, seed by seed: bit for bit with one lane, unless a seed's table alone is narrower than a batch.
 
     Args:
       settings: the runs.
@@ -77,7 +79,8 @@ def run(
             if checkpoints.Files(folder).begun():
                 raise ValueError(f'{folder} already holds a run: choose another directory')
         with clock.part('data'):
-            scenes = alike([load(setting, data_dir) for setting in settings])
+            alone = [load(setting, data_dir) for setting in settings]
+            scenes = alike(alone)
         recipe = build(first, scenes[0][0])
         measures = [Measures(setting, recipe, scene) for setting, scene in zip(settings, scenes, strict=True)]
         with clock.part('initialisation'):
@@ -85,13 +88,13 @@ def run(
             servers = [jax.device_get(state.server) for state in begun]
         trained = train(recipe.train, measures, begun, lanes, clock, progress)
         found: list[dict[str, Any] | training.DivergedError] = []
-        for measure, done, server, folder in zip(measures, trained, servers, folders, strict=True):
+        for measure, done, server, folder, scene in zip(measures, trained, servers, folders, alone, strict=True):
             if isinstance(done, training.DivergedError):
                 found.append(done)
                 continue
             config = measure.setting.plain()
             pipeline.write(folder / 'config.json', config)
-            files = checkpoints.Files(folder, training.about(recipe.train, measure.train, measure.setting.cohort))
+            files = checkpoints.Files(folder, training.about(recipe.train, scene[1], measure.setting.cohort))
             files.log(done.history)
             files.save(len(done.history), done.state, measure.k_train, done.history)
             own = Clock()

@@ -53,6 +53,7 @@ PIXELS: dict[str, tuple[Any, Any]] = {
     'cifar100_fedloge': images.CIFAR100_FEDLOGE,
 }
 """Mean and deviation of pixels, by the data set and the paper that took them."""
+KEPT = ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')  # of which summaries have means over the last rounds
 TESTS = ('split', 'matched', 'common')
 PERSONAL = ('own', 'latest')
 SERVERS = {name: inspect.signature(make).parameters for name, make in recipes.SERVER_OPTIMIZERS.items()}
@@ -71,7 +72,7 @@ class Plain:
         """Twelve hexadecimal digits of all that it says beyond the defaults, for the name of its folder."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         said = {name: value for name, value in self.plain().items() if value != defaults[name] and value != {}}
-        return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=6).hexdigest()
+        return hashlib.blake2b(json.dumps(plainest(said), sort_keys=True).encode(), digest_size=6).hexdigest()
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Self:
@@ -84,6 +85,12 @@ class Plain:
         if unknown := sorted(set(plain) - set(names)):
             raise ValueError(f'no setting is called {", ".join(unknown)}; there are {", ".join(names)}')
         return cls(**plain)
+
+    @classmethod
+    def among(cls, plain: Mapping[str, Any]) -> Self:
+        """As `of`, of a mapping that says other things, too."""
+        names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return cls.of({name: value for name, value in plain.items() if name in names})
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -177,6 +184,7 @@ class Setting(Plain):
             if (value := getattr(self, name)) not in known:
                 possible = ', '.join(u for u in known if u is not None)
                 raise ValueError(f'{name} must be one of {possible}, not {checks.shown(value)}')
+        checks.number('imbalance', self.imbalance, 1)
         method = recipes.RECIPES[self.algorithm]
         resolved = {
             'model': MODEL.get(self.dataset, 'resnet20'),
@@ -205,7 +213,6 @@ class Setting(Plain):
             checks.whole(name, getattr(self, name))
         for name in ('max_examples', 'crop', 'seed'):
             checks.whole(name, getattr(self, name), 0)
-        checks.number('imbalance', self.imbalance, 1)
         for name in ('alpha', 'lr', 'server_lr'):
             checks.number(name, getattr(self, name), open_low=True)
         for name in ('participation', 'lr_decay'):
@@ -230,6 +237,15 @@ class Setting(Plain):
     def name(self) -> str:
         """That of its folder."""
         return f'{self.algorithm}-{Path(self.dataset).stem}-{self.digest}'
+
+
+def plainest(value: Any) -> Any:
+    """The same, with 10.0 as 10: equal settings have one digest."""
+    if isinstance(value, Mapping):
+        return {name: plainest(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plainest(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def described(path: str | Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ scale of what the file says without any; `[scales.full]` may tell `about` and `m
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -45,12 +46,17 @@ from typing import Any, Self
 
 from fedjax_nc import checks
 from fedjax_nc.experiments.geometry import Geometry
-from fedjax_nc.experiments.setting import Setting, described
+from fedjax_nc.experiments.setting import KEPT, Setting, described
+from fedjax_nc.frames import FrameQuality
 
 PARTS = ('title', 'source', 'notes', 'baseline', 'seeds', 'kind', 'metrics', 'setting', 'methods', 'scenes',
          'published', 'scales')  # fmt: skip
 SCALE = ('about', 'minutes', 'methods', 'scenes', 'seeds', 'setting')
 KINDS: dict[str, type[Setting] | type[Geometry]] = {'training': Setting, 'geometry': Geometry}
+KIND_OF: dict[str, Any] = {
+    'title': str, 'source': str, 'about': str, 'notes': list, 'seeds': list | tuple, 'methods': Mapping | list,
+    'scenes': Mapping | list, 'baseline': str, 'kind': str, 'minutes': int | float, 'setting': Mapping,
+}  # fmt: skip
 BESIDE = ('unavailable', 'metrics')  # what scenes and methods say that is no setting
 ONLY = ''  # the scene of a study without any
 
@@ -124,6 +130,8 @@ class Study:
           ValueError: for parts, names and settings that cannot be.
         """
         only('a study', plain, PARTS)
+        for part, kinds in KIND_OF.items():
+            kind_of(part, plain.get(part), kinds)
         for part in ('title', 'metrics', 'methods'):
             if not plain.get(part):
                 raise ValueError(f'a study needs {part!r}')
@@ -135,6 +143,21 @@ class Study:
             raise ValueError(f'there is no scale {scale!r}, only {" and ".join(scales)}')
         for said in scales.values():
             only('a scale', said, SCALE)
+            for part, kinds in KIND_OF.items():
+                if part in SCALE:
+                    kind_of(part, said.get(part), kinds)
+        for part, inner, not_here in (('scenes', scenes, 'metrics'), ('methods', methods, 'unavailable')):
+            if wrong := [name for name, said in inner.items() if not_here in said]:
+                raise ValueError(f'{part}.{wrong[0]} cannot have {not_here!r}')
+        for said in (
+            tables['setting'],
+            *scenes.values(),
+            *methods.values(),
+            *(s.get('setting', {}) for s in scales.values()),
+        ):
+            if 'seed' in said:
+                raise ValueError("settings have no 'seed': name `seeds` of the study")
+            kind_of('options', said.get('options'), Mapping)
         chosen = scales[scale]
         kind = plain.get('kind', 'training')
         if kind not in KINDS:
@@ -146,7 +169,7 @@ class Study:
         for row, said in own.items():
             only(f'the metrics of {row}', said, list(tables['metrics']))
         seeds = tuple(chosen.get('seeds', plain.get('seeds', (0, 1, 2))))
-        if not seeds or len(set(seeds)) < len(seeds):
+        if not seeds or not all(type(s) is int and s >= 0 for s in seeds) or len(set(seeds)) < len(seeds):
             raise ValueError(f'seeds must be different whole numbers, at least one, not {checks.shown(seeds)}')
         runs = []
         for seed in seeds:  # seed by seed, so that an unfinished study compares like with like
@@ -157,6 +180,9 @@ class Study:
                         runs.append(Run(method, scene, seed, KINDS[kind].of({**said, 'seed': seed})))
                     except (ValueError, TypeError) as error:
                         raise ValueError(f'{Run(method, scene, seed, None).label}: {error}') from error  # type: ignore[arg-type]
+        for run in runs:
+            for heading, told in {**tables['metrics'], **own[run.method]}.items():
+                known_metric(heading, told, run.setting)
         baseline = plain.get('baseline', rows[0])
         if baseline not in methods:
             raise ValueError(f'the baseline {baseline!r} is none of the methods')
@@ -255,6 +281,28 @@ def pair(value: Any) -> tuple[float, float]:
     if len(both) != 2 or not all(isinstance(number, int | float) for number in both):
         raise ValueError(f'published: {checks.shown(value)} is neither a number nor [mean, deviation]')
     return float(both[0]), float(both[1])
+
+
+def known_metric(heading: str, name: Any, setting: Setting | Geometry) -> None:
+    """Raises ValueError for a name that no summary of such a run has."""
+    if isinstance(setting, Geometry):
+        names: tuple[str, ...] = FrameQuality._fields
+    else:
+        ends = ('', '_std', '_pooled', '_low', '_before', '_before_std', '_trained', '_released', '_tuned', '_present',
+                '_present_std', '_labels', '_labels_std')  # fmt: skip
+        last = [f'global_{kind}_last{setting.eval_last}' for kind in KEPT]
+        names = ('global_accuracy', 'global_accuracy_oracle', *last, *(f'personal_accuracy{end}' for end in ends),
+                 'rounds_per_second', 'compile_seconds', 'padded_work_share', 'broken_clients')  # fmt: skip
+        if isinstance(name, str) and re.fullmatch(r'rounds_to:(0?\.\d+|1(\.0*)?)', name):
+            return
+    if name not in names:
+        raise ValueError(f'metrics: {heading} cannot be {checks.shown(name)}; there are {", ".join(names)}')
+
+
+def kind_of(what: str, value: Any, kinds: Any) -> None:
+    """Raises ValueError for a part of another type; what is not there is None."""
+    if value is not None and not isinstance(value, kinds):
+        raise ValueError(f'{what} cannot be {checks.shown(value)}')
 
 
 def table(what: str, value: Any) -> Mapping[str, Any]:

@@ -1,0 +1,312 @@
+"""Reports: numbers of runs that were written by hand come out as SciPy and NumPy have them."""
+
+import csv
+import io
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from scipy import stats
+
+pytest.importorskip('matplotlib')
+
+from fedjax_nc.experiments import figures, report, runner
+from fedjax_nc.experiments.study import Study
+
+BEST = 0.98765  # of a round in the middle, which is no result
+GENERAL = {'Base': (0.612, 0.647, 0.665), 'A&B_1 50%': (0.655, 0.661, 0.742)}
+PERSONAL = {'Base': (0.811, 0.802, 0.834), 'A&B_1 50%': (0.790, 0.815, 0.801)}
+SAID = {
+    'title': 'Made by hand',
+    'source': 'Nobody. 1999',
+    'baseline': 'Base',
+    'notes': ['nothing of it is true'],
+    'seeds': [0, 1, 2],
+    'metrics': {'general': 'global_accuracy_last5', 'personal': 'personal_accuracy', 'fast': 'rounds_to:0.5'},
+    'setting': {'dataset': 'digits', 'rounds': 10},
+    'methods': {'Base': {'algorithm': 'fedavg'}, 'A&B_1 50%': {'algorithm': 'fedprox'}},
+    'scenes': {'one': {'alpha': 0.1}, 'two_2': {'alpha': 0.2}},
+    'published': {'Base': {'one': [[61.4, 2.5], 80.25, math.nan]}},
+}
+
+
+def summary(run, general, personal):
+    return {
+        'algorithm': run.setting.algorithm, 'dataset': 'digits', 'seed': run.seed, 'rounds': 10,
+        'global_accuracy': general - 0.01, 'global_accuracy_last5': general, 'personal_accuracy': personal,
+        'clients': {'examples': [3, 4], 'tested': [2, 0], 'personal_accuracy': [personal, None]},
+        'class_accuracy': [general] * 10, 'class_examples': [30] * 10,
+        'parameters': {'body': 1_200, 'head': 34, 'total': 1_234},
+        'bytes': {'client_down': 5_000, 'client_up': 4_000, 'client_once': 0, 'round_down': 20_000,
+                  'round_up': 16_000, 'down': 200_000, 'up': 160_000},
+        'seconds': {'rounds': 100.0, 'total': 120.0},
+        'device': 'abacus', 'versions': {'python': '3', 'jax': '9.9'}, 'commit': 'c0ffee' * 6 + 'abcd+',
+    }  # fmt: skip
+
+
+def write(folder, run, content, seen=None):
+    there = folder / 'runs' / run.setting.name
+    there.mkdir(parents=True)
+    (there / 'summary.json').write_text(json.dumps(content))
+    if seen is not None:
+        (there / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in seen))
+
+
+def curve(general, reached):
+    """Rows of ten rounds that pass one half in one round, are best in the next, and end below it all."""
+    values = [0.1] * 10
+    values[reached - 1 :] = [0.55] * (11 - reached)
+    values[reached], values[-1] = BEST, general - 0.01
+    return [{'round': i + 1, 'loss': 1.0, **({'accuracy': a} if i != 1 else {})} for i, a in enumerate(values)]
+
+
+@pytest.fixture
+def known():
+    return Study.of(SAID, 'byhand')
+
+
+@pytest.fixture
+def written(known, tmp_path):
+    """All runs of the first scene, and one of the second."""
+    for run in known.runs:
+        if run.scene == 'one' or (run.method, run.seed) == ('Base', 1):
+            general, personal = GENERAL[run.method][run.seed], PERSONAL[run.method][run.seed]
+            write(tmp_path, run, summary(run, general, personal), curve(general, 4 + run.seed))
+    return tmp_path
+
+
+def rows_of(text, first):
+    """Cells of the lines of a Markdown table that begin with a name."""
+    lines = [line for line in text.splitlines() if line.startswith(f'| {first} |')]
+    return [[cell.strip() for cell in line.strip('|').split('|')][1:] for line in lines]
+
+
+def csv_rows(path):
+    return list(csv.DictReader(io.StringIO(path.read_text())))
+
+
+def test_means_deviations_and_intervals_are_those_of_scipy(known, written):
+    folder = report.write(known, written)
+    assert folder == written / 'byhand'
+    table = {(r['method'], r['scene'], r['metric']): r for r in csv_rows(folder / 'table.csv')}
+    assert len(table) == 2 * 2 * 3
+    for method in GENERAL:
+        for heading, numbers in (('general', GENERAL), ('personal', PERSONAL)):
+            row, ours = table[method, 'one', heading], 100 * np.array(numbers[method])
+            assert int(row['seeds']) == 3
+            np.testing.assert_allclose(float(row['mean']), ours.sum() / 3)
+            np.testing.assert_allclose(float(row['std']), np.sqrt(((ours - ours.mean()) ** 2).sum() / 2))
+    for heading, numbers in (('general', GENERAL), ('personal', PERSONAL)):
+        row = table['A&B_1 50%', 'one', heading]
+        pairs = stats.ttest_rel(100 * np.array(numbers['A&B_1 50%']), 100 * np.array(numbers['Base']))
+        low, high = pairs.confidence_interval(0.95)
+        np.testing.assert_allclose([float(row['difference_low']), float(row['difference_high'])], [low, high])
+        np.testing.assert_allclose(float(row['difference']), (low + high) / 2)
+        gaps = 100 * (np.array(numbers['A&B_1 50%']) - np.array(numbers['Base']))
+        np.testing.assert_allclose((low, high), stats.t.interval(0.95, 2, gaps.mean(), stats.sem(gaps)))
+        assert int(row['pairs']) == 3
+    fast = [float(table[method, 'one', 'fast']['mean']) for method in GENERAL]
+    assert fast == [5.0, 5.0]  # rounds 4, 5 and 6
+    assert table['Base', 'one', 'general']['published'] == '61.4'
+    assert table['Base', 'one', 'personal']['published_std'] == ''
+
+
+def test_numbers_as_they_are_printed(known, written):
+    folder = report.write(known, written)
+    text = (folder / 'report.md').read_text()
+    one, two = text.split('## two_2')
+    main, costs = rows_of(one, 'Base')[:2]
+    assert main == ['64.1 ± 2.7', '61.4 ± 2.5', '81.6 ± 1.7', '80.2', '5 ± 1', '']
+    method, gain, _ = rows_of(one, 'A&B_1 50%')
+    assert method == ['68.6 ± 4.9', '', '80.2 ± 1.3', '', '5 ± 1', '']
+    low, high = stats.ttest_rel([65.5, 66.1, 74.2], [61.2, 64.7, 66.5]).confidence_interval(0.95)
+    assert gain[0] == f'+4.5 [{low:.1f}, {high:.1f}]'
+    assert gain[1].startswith('-1.4 [')
+    assert costs[0] == '63.1 ± 2.7'  # last round
+    assert costs[1] == '64.1 ± 2.7'  # mean of the last
+    assert costs[3:] == ['1,234', '5 kB / 4 kB', '360 kB', '2']
+    assert rows_of(two, 'Base')[0][0] == '64.7'  # one seed has no deviation
+    assert rows_of(two, 'A&B_1 50%')[0] == ['', '', '']
+    for said in ('Nobody. 1999', 'nothing of it is true', 'abacus; python 3, jax 9.9, commit c0ffeec0ffee+'):
+        assert said in text
+    for name in ('report.md', 'report.tex', 'table.csv', 'runs.csv'):
+        assert '98.8' not in (folder / name).read_text()
+        assert '98.7' not in (folder / name).read_text()
+        assert '0.987' not in (folder / name).read_text()
+
+
+def test_seeds_that_are_missing_are_listed(known, written):
+    text = (report.write(known, written) / 'report.md').read_text()
+    listed = text.split('Not finished:')[1].split('Notes:')[0]
+    assert re.findall(r'- (.*)', listed) == ['Base, two_2: seeds 0, 2', 'A&B_1 50%, two_2: seeds 0, 1, 2']
+
+
+def test_without_a_finished_run_there_is_no_report(known, tmp_path):
+    with pytest.raises(ValueError, match='no run of byhand is finished'):
+        report.write(known, tmp_path)
+    assert not (tmp_path / 'byhand').exists()
+
+
+def test_latex_has_as_many_columns_in_every_row(known, written):
+    text = (report.write(known, written) / 'report.tex').read_text()
+    columns = len(re.search(r'begin{tabular}{(\w+)}', text)[1])
+    assert columns == 1 + 2 * 3
+    body = [line for line in text.splitlines() if line.endswith(r'\\')]
+    assert len(body) == 2 + 2 + 1  # two heads, two methods, one line of what was published
+    for line in body:
+        spans = [int(n) for n in re.findall(r'\\multicolumn{(\d+)}', line)]
+        assert len(re.findall(r'(?<!\\)&', line)) + 1 - len(spans) + sum(spans) == columns
+    assert r'A\&B\_1 50\% & 68.6 $\pm$ 4.9' in text
+    assert r'two\_2' in text
+    assert r'\quad published & 61.4 $\pm$ 2.5 & 80.2 & ' in text
+    assert '±' not in text
+    assert text.count('{') == text.count('}')
+
+
+def test_every_run_is_a_row(known, written):
+    rows = csv_rows(report.write(known, written) / 'runs.csv')
+    assert len(rows) == 7
+    found = {(row['method'], row['scene'], int(row['seed'])): row for row in rows}
+    assert float(found['Base', 'one', 2]['global_accuracy_last5']) == 0.665
+    assert float(found['Base', 'one', 2]['bytes_up']) == 160_000
+    assert float(found['Base', 'one', 2]['seconds_total']) == 120.0
+    assert found['Base', 'two_2', 1]['algorithm'] == 'fedavg'
+
+
+@pytest.mark.parametrize(('target', 'took'), [(50.0, '5'), (62.0, '6'), (98.0, '6'), (99.0, '0 of 3 runs')])
+def test_rounds_to_a_target(known, written, target, took):
+    """One half is passed in rounds 4, 5 and 6; all above it in the round after."""
+    text = (report.write(known, written, target) / 'report.md').read_text()
+    assert f'rounds to {target:.1f} %' in text
+    assert rows_of(text, 'Base')[1][2] == took
+
+
+def test_a_steady_baseline_reaches_its_own_accuracy(tmp_path):
+    """Its mean of the last rounds is the target that is taken by default."""
+    known = Study.of({**SAID, 'scenes': {'one': {}}, 'published': {}}, 'byhand').some(['Base'])
+    for run in known.runs:
+        rows = [{'round': r, 'loss': 1.0, 'accuracy': 0.5685} for r in range(1, 11)]
+        write(tmp_path, run, summary(run, 0.5685, 0.5), rows)
+    text = (report.write(known, tmp_path) / 'report.md').read_text()
+    assert rows_of(text, 'Base')[1][2] == '1'
+
+
+class TestDiverged:
+    """A mean of the seeds that did not is told as such."""
+
+    def hurt(self, known, out, seeds, seen=None):
+        for run in known.runs:
+            if run.scene == 'one' and run.method == 'Base' and run.seed in seeds:
+                write(out, run, {'seed': run.seed, 'diverged': 'in round 3'}, seen)
+            elif run.scene == 'one':
+                general, personal = GENERAL[run.method][run.seed], PERSONAL[run.method][run.seed]
+                write(out, run, summary(run, general, personal), curve(general, 4))
+        return report.write(known, out)
+
+    def test_all_seeds(self, known, tmp_path):
+        folder = self.hurt(known, tmp_path, (0, 1, 2))
+        assert rows_of((folder / 'report.md').read_text(), 'Base')[0][::2] == ['diverged'] * 3
+        assert 'Base & diverged' in (folder / 'report.tex').read_text()
+        table = {(r['method'], r['metric']): r for r in csv_rows(folder / 'table.csv') if r['scene'] == 'one'}
+        assert table['Base', 'general']['mean'] == ''
+        assert table['A&B_1 50%', 'general']['pairs'] == '0'
+
+    def test_one_seed(self, known, tmp_path):
+        folder = self.hurt(known, tmp_path, (1,))
+        text = (folder / 'report.md').read_text()
+        assert rows_of(text, 'Base')[0][0].startswith(('63.8 ', '63.9 '))  # 61.2 and 66.5
+        assert 'diverged' in text
+        assert re.search(r'Base.*(seeds? 1|1 of 3|2 of 3)', text)
+
+    def test_its_last_accuracy_is_no_target(self, known, tmp_path):
+        rows = [{'round': 1, 'loss': 1.0, 'accuracy': 0.01}, {'round': 2, 'loss': 9.0, 'accuracy': 0.01}]
+        text = (self.hurt(known, tmp_path, (1,), rows) / 'report.md').read_text()
+        assert re.search(r'rounds to 63\.[89] %', text)  # not with the 1 % of the other
+
+    def test_its_curve_does_not_cut_those_of_the_others(self, known, tmp_path):
+        rows = [{'round': 1, 'loss': 1.0, 'accuracy': 0.01}]
+        self.hurt(known, tmp_path, (1,), rows)
+        drawn = dict(figures.of(known, report.gather(known, tmp_path)))
+        (line,) = [u for u in drawn['curves'].axes[0].lines if u.get_label() == 'Base']
+        assert list(line.get_xdata())[-1] == 10
+
+
+def test_a_mean_of_rounds_says_how_many_runs_got_there(known, tmp_path):
+    """One of three that is quick and two that never arrive are not a quick method."""
+    for run in known.runs:
+        if run.scene == 'one':
+            rows = curve(0.6, 4) if run.seed == 0 else [{'round': 10, 'loss': 1.0, 'accuracy': 0.3}]
+            write(tmp_path, run, summary(run, 0.6, 0.7), rows)
+    text = (report.write(known, tmp_path) / 'report.md').read_text()
+    assert rows_of(text, 'Base')[0][4] != '4'
+
+
+def test_values():
+    found = {'global_accuracy': 0.5, 'temperature': 3.0, 'text': 'x', 'none': None, 'global_few': 0.25,
+             'curve': [(1, 30.0), (2, 61.0), (3, 59.0), (4, 60.0)]}  # fmt: skip
+    assert runner.value(found, 'global_accuracy') == 50
+    assert runner.value(found, 'global_few') == 25
+    assert runner.value(found, 'temperature') == 3
+    assert runner.value(found, 'rounds_to:0.6') == 2
+    assert runner.value(found, 'rounds_to:0.3') == 1
+    for name in ('text', 'none', 'missing', 'rounds_to:0.62'):
+        assert math.isnan(runner.value(found, name))
+
+
+class TestFigures:
+    def test_are_written(self, known, written):
+        folder = report.write(known, written)
+        drawn = {path.stem for path in folder.glob('*.png')}
+        assert drawn == {'curves', 'communication', 'clients', 'groups'}
+        text = (folder / 'report.md').read_text()
+        for name in drawn:
+            assert (folder / f'{name}.png').read_bytes().startswith(b'\x89PNG')
+            assert f'![{name}]({name}.png)' in text
+
+    def test_show_means_over_seeds_and_what_was_sent(self, known, written):
+        drawn = dict(figures.of(known, report.gather(known, written)))
+        axes = drawn['curves'].axes[0]
+        line = next(u for u in axes.lines if u.get_label() == 'A&B_1 50%')
+        assert list(line.get_xdata()) == [1, 3, 4, 5, 6, 7, 8, 9, 10]
+        np.testing.assert_allclose(line.get_ydata()[-1], 100 * np.mean(GENERAL['A&B_1 50%']) - 1)
+        sent = next(u for u in drawn['communication'].axes[0].lines if u.get_label() == 'A&B_1 50%')
+        np.testing.assert_allclose(sent.get_xdata()[-1], 360.0)  # kB of all ten rounds
+        assert 'kB' in drawn['communication'].axes[0].get_xlabel()
+
+    def test_groups_of_classes(self):
+        def by_group(*summaries):
+            names, group = figures.grouping(summaries)
+            return names, [group(each) for each in summaries]
+
+        many = {'class_accuracy': [0.9, 0.5, 0.1], 'class_examples': [80, 15, 5]}
+        alike = {'class_accuracy': [0.9, 0.5, 0.1], 'class_examples': [30, 31, 32]}
+        assert by_group(many) == (('many', 'medium', 'few'), [pytest.approx([90, 50, 10])])
+        assert by_group(alike) == (('0', '1', '2'), [pytest.approx([90, 50, 10])])
+        names, values = by_group(alike, many)  # seeds of one scene are grouped in one way
+        assert (names, len(values)) == (('many', 'medium', 'few'), 2)
+        accuracy = np.linspace(0, 1, 12)
+        names, (values,) = by_group({'class_accuracy': accuracy.tolist(), 'class_examples': [5] * 12})
+        assert names == ('best third', 'middle', 'worst third')
+        np.testing.assert_allclose(
+            values, 100 * np.array([accuracy[8:].mean(), accuracy[4:8].mean(), accuracy[:4].mean()])
+        )
+        ((_, lone, _),) = by_group({'class_accuracy': [0.9, 0.1], 'class_examples': [99, 1]})[1]
+        assert math.isnan(lone)
+
+    def test_scenes_may_have_other_numbers_of_classes(self, known, tmp_path):
+        """As FedNH's Table 1, with CIFAR-10 and CIFAR-100."""
+        for run in known.runs:
+            content = summary(run, 0.6, 0.7)
+            if run.scene != 'one':
+                content |= {'class_accuracy': [0.5] * 30, 'class_examples': [10] * 30}
+            write(tmp_path, run, content, curve(0.6, 4))
+        assert (report.write(known, tmp_path) / 'report.md').exists()
+
+    def test_seeds_may_have_other_groups(self, known, tmp_path):
+        """Of parts drawn at random one may be just over the limit."""
+        for run in known.runs:
+            content = summary(run, 0.6, 0.7) | {'class_examples': [30] * 9 + [14 + run.seed]}
+            write(tmp_path, run, content, curve(0.6, 4))
+        assert (report.write(known, tmp_path) / 'report.md').exists()
