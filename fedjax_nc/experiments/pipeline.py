@@ -56,7 +56,7 @@ def run(
       DivergedError: if training or the personal models diverged.
     """
     out, clock = Path(out), Clock()
-    provenance.revision()  # that of the code which runs, whatever is changed meanwhile
+    provenance.commit()  # that of the code which runs, whatever is changed meanwhile
     with checkpoints.holding(out):
         settle(setting, out, resume)
         with clock.part('data'):

@@ -18,13 +18,13 @@ PACKAGES = ('fedjax_nc', 'jax', 'jaxlib', 'flax', 'optax', 'numpy')
 
 
 def about() -> dict[str, Any]:
-    """Versions, the library's commit if it runs from a checkout, device and date are told as an appendix needs them."""
-    commit = revision()
+    """Date, device, versions, the library's commit if it runs from a checkout, and peak memory, for an appendix."""
+    known = commit()
     return {
         'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
         'device': device(),
         'versions': {'python': platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        **({'commit': commit} if commit else {}),
+        **({'commit': known} if known else {}),
         **peak_memory(),
     }
 
@@ -37,24 +37,26 @@ def version(package: str) -> str:
         return 'unknown'
 
 
-@functools.lru_cache
-def revision(folder: Path = Path(fedjax_nc.__file__).parent) -> str:
-    """The commit of the checkout that a folder belongs to, with '+' if tracked files differ from it; '' if none.
+@functools.cache
+def commit() -> str:
+    """The library's, as it was when this was first asked: code that changes while a program runs is not what runs."""
+    return revision(Path(fedjax_nc.__file__).parent)
 
-    It is asked for once: code that is changed while a program runs is not what runs.
-    """
+
+def revision(folder: Path) -> str:
+    """The commit of the checkout that a folder belongs to, with '+' if tracked files differ from it; '' if none."""
     git = ['git', '-C', str(folder)]
     try:
         said = subprocess.run(
             [*git, 'rev-parse', 'HEAD', '--show-toplevel'], capture_output=True, text=True, timeout=10, check=True
         )
-        commit, top = said.stdout.split('\n')[:2]
+        head, top = said.stdout.split('\n')[:2]
         if Path(top) != folder.parent:  # a checkout of something else, in which the library is installed
             return ''
         same = subprocess.run([*git, 'diff', '--quiet', 'HEAD', '--', str(folder)], timeout=10, check=False)
     except (OSError, subprocess.SubprocessError, ValueError):
         return ''
-    return commit + ('+' if same.returncode else '')
+    return head + ('+' if same.returncode else '')
 
 
 def device() -> str:

@@ -214,13 +214,14 @@ def markdown(study: Study, found: Found, drawn: list[str], target: float | None 
 
 
 def scene_table(study: Study, found: Found, scene: str) -> list[str]:
-    """The main table of a scene; what was published stands beside where there is any."""
-    told = any((method, scene) in study.published for method in study.methods)
-    heads = [barred(n) for heading in study.metrics for n in ((heading, 'published') if told else (heading,))]
-    lines = [f'| | {" | ".join(heads)} |', '|---|' + '---:|' * len(heads)]
-    for method in study.methods:
-        pairs = cells(study, found, method, scene)
-        row = [text for ours, theirs in pairs for text in ((ours, theirs) if told else (ours,))]
+    """The main table of a scene; what was published stands beside what was found, where there is any."""
+    rows = {method: list(cells(study, found, method, scene)) for method in study.methods}
+    told = [any(pairs[i][1] for pairs in rows.values()) for i in range(len(study.metrics))]
+    columns = zip(study.metrics, told, strict=True)
+    heads = [name for heading, printed in columns for name in (heading, 'published')[: 1 + printed]]
+    lines = [f'| | {" | ".join(map(barred, heads))} |', '|---|' + '---:|' * len(heads)]
+    for method, pairs in rows.items():
+        row = [text for pair, printed in zip(pairs, told, strict=True) for text in pair[: 1 + printed]]
         lines.append(f'| {barred(method)} | {" | ".join(row)} |')
     return lines
 
