@@ -118,9 +118,9 @@ def test_numbers_as_they_are_printed(known, written):
     text = (folder / 'report.md').read_text()
     one, two = text.split('## two_2')
     main, costs = rows_of(one, 'Base')[:2]
-    assert main == ['64.1 ± 2.7', '61.4 ± 2.5', '81.6 ± 1.7', '80.2', '5 ± 1', '']
+    assert main == ['64.1 ± 2.7', '61.4 ± 2.5', '81.6 ± 1.7', '80.2', '5 ± 1']
     method, gain, _ = rows_of(one, 'A&B_1 50%')
-    assert method == ['68.6 ± 4.9', '', '80.2 ± 1.3', '', '5 ± 1', '']
+    assert method == ['68.6 ± 4.9', '', '80.2 ± 1.3', '', '5 ± 1']
     low, high = stats.ttest_rel([65.5, 66.1, 74.2], [61.2, 64.7, 66.5]).confidence_interval(0.95)
     assert gain[0] == f'+4.5 [{low:.1f}, {high:.1f}]'
     assert gain[1].startswith('-1.4 [')

@@ -40,7 +40,7 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
                 each = [(s['bytes']['down'] + s['bytes']['up']) / s['rounds'] for s in runs if 'bytes' in s]
                 if each:
                     sent.setdefault(title, {})[method] = (np.array(rounds) * np.mean(each), lines)
-            own = [a for s in runs for a in (s.get('clients') or {}).get('personal_accuracy', ()) if a is not None]
+            own = [a for s in runs for a in of_clients(s) if a is not None]
             if own:
                 spread.setdefault(title, {})[method] = 100 * np.array(own)
             if grouped := [group(s) for s in runs if 'class_accuracy' in s]:
@@ -60,6 +60,12 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
         for axes in figure.axes:
             axes.set_xlabel('class' if names[0] == '0' else 'classes')
         yield f'groups{i + 1 if i else ""}', figure
+
+
+def of_clients(summary: Mapping[str, Any]) -> Sequence[float | None]:
+    """The accuracy of each client, on a common test set by the classes as the client has them."""
+    told = summary.get('clients') or {}
+    return told.get('personal_accuracy_labels', told.get('personal_accuracy', ()))
 
 
 Group = Callable[[Mapping[str, Any]], list[float]]

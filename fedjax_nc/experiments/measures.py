@@ -100,6 +100,7 @@ class Measures:
             'examples': np.asarray(self.train.size).tolist(),
             'tested': tested.tolist(),
             'personal_accuracy': each(evaluate.accuracy(tables), tested),
+            **{f'personal_accuracy_{kind}': each(values, tested) for kind, values in self.weighted(tables).items()},
         }
         if not tuned:
             told = dict.fromkeys(told)
@@ -133,13 +134,18 @@ class Measures:
             return {}
         summed = evaluate.over_clients(tables)
         found = {'': summed.mean, '_std': summed.std, '_pooled': summed.pooled, '_low': summed.low}
-        if self.setting.tests == 'common':
-            tested = jnp.sum(tables, (1, 2)) > 0
-            for kind in ('present', 'labels'):
-                values = evaluate.weighted_accuracy(tables, data.class_weights(self.train, kind))
-                over = evaluate.over(values, tested)
-                found |= {f'_{kind}': over.mean, f'_{kind}_std': over.std}
+        tested = jnp.sum(tables, (1, 2)) > 0
+        for kind, values in self.weighted(tables).items():
+            over = evaluate.over(values, tested)
+            found |= {f'_{kind}': over.mean, f'_{kind}_std': over.std}
         return {f'{name}{end}': float(value) for end, value in found.items()}
+
+    def weighted(self, tables: Array) -> dict[str, Array]:
+        """Clients' accuracies [K] by the classes that they have, FedNH's PM(V) and PM(L), on a common test set."""
+        if self.setting.tests != 'common':
+            return {}
+        weights = {kind: data.class_weights(self.train, kind) for kind in ('present', 'labels')}
+        return {kind: evaluate.weighted_accuracy(tables, weight) for kind, weight in weights.items()}
 
 
 def each(values: Array, tested: np.ndarray) -> list[float | None]:
