@@ -13,6 +13,8 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_nc.experiments import report, study
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / 'benchmarks' / 'rounds_per_second.py'
 TORCH = importlib.util.find_spec('torch') is not None
@@ -201,27 +203,23 @@ def test_peers_compute_the_same_rounds(bench, tmp_path, peer, model):
     assert difference(ours, theirs) < 1e-6
 
 
-def test_accuracy_table_is_made_of_finished_and_resumed_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    accuracy = importlib.import_module('accuracy')
-    call = ['--settings', 'longtail', '--methods', 'fedavg', 'fedloge', '--out', str(tmp_path), '--seeds']
-    small = ['--more', '--dataset', 'digits', '--model', 'mlp', '--imbalance', '10', '--rounds', '2']
-    accuracy.main([*call, '0', *small])
-    summary = tmp_path / 'longtail' / 'fedloge' / '0' / 'summary.json'
-    made = json.loads(summary.read_text())
-    summary.write_text(json.dumps({**made, 'personal_accuracy': 0.125}))
-    accuracy.main([*call, '0', *small])  # nothing is run again
-    rows = (tmp_path / 'longtail.md').read_text().splitlines()
-    assert rows[0].count('|') == rows[3].count('|') == 9
-    assert rows[3].startswith(f'| fedloge | {100 * made["global_accuracy_last5"]:.1f} |')
-    assert '| 12.5 |' in rows[3]
-    assert rows[2].endswith('|  |  |')  # FedAvg has no realigned heads
-    assert rows[3] in capsys.readouterr().out
-    with pytest.raises(ValueError, match='other settings'):
-        accuracy.main([*call, '0', *small, '--lr', '0.5'])
-    runs = {'fedetf': [{'global_accuracy_last5': 0.5, 'personal_accuracy': 0.75}], 'fedproto': []}
-    table = accuracy.table(accuracy.SETTINGS['table1_005'], runs).splitlines()
-    assert table[2:] == ['| fedetf | 50.0 | 75.0 | 56.1 / 92.6 |', '| fedproto |  |  | - / 88.2 |']
+@pytest.mark.parametrize(
+    ('name', 'rows', 'beside'), [('dirichlet', 12, 'published'), ('longtail', 3, 'PM, heads tuned')]
+)
+def test_studies_are_made_into_tables_of_what_is_finished(name, rows, beside, tmp_path):
+    known = study.Study.read(SCRIPT.parent / f'{name}.toml')
+    assert (len(known.methods), len(known.runs)) == (rows, 3 * rows)
+    for run in known.runs:
+        assert (run.setting.clients, run.setting.cohort, run.setting.rounds, run.setting.model) == (20, 5, 60, 'cnn')
+    run = known.runs[0]
+    there = tmp_path / 'runs' / run.setting.name
+    there.mkdir(parents=True)
+    (there / 'config.json').write_text(json.dumps(run.setting.plain()))
+    (there / 'summary.json').write_text(json.dumps({'rounds': 60, 'global_accuracy_last5': 0.125}))
+    text = (report.write(known, tmp_path) / 'report.md').read_text()
+    assert beside in text
+    assert '| FedAvg | 12.5 |' in text
+    assert '- FedAvg: seeds 1, 2' in text
 
 
 def test_digits_table_is_made_once_for_all_seeds_and_continued(bench, tmp_path, capsys):

@@ -105,7 +105,10 @@ class Measures:
         if not tuned:
             told = dict.fromkeys(told)
         if recipe.generic:
-            before = evaluate.per_client(algorithm, model, self.test, personal=False)
+            if self.setting.tests == 'common':  # the same for every client
+                before = self.table(algorithm, model)[None]
+            else:
+                before = evaluate.per_client(algorithm, model, self.test, personal=False)
             summed = evaluate.over_clients(before)
             told |= {
                 'personal_accuracy_before': float(summed.mean),
