@@ -1,22 +1,9 @@
 """How the results of `rounds_per_second.py` are printed and kept."""
 
-import json
-import os
-import platform
-import re
-from pathlib import Path
 from typing import Any
 
-import jax
-
-
-def device() -> str:
-    """What the rounds ran on: the accelerator, or the processor and its number of cores."""
-    if jax.default_backend() != 'cpu':
-        return jax.devices()[0].device_kind
-    about = Path('/proc/cpuinfo')
-    found = re.search(r'model name\s*: (.*)', about.read_text()) if about.exists() else None
-    return f'{found[1] if found else platform.processor() or "unknown processor"}, {os.cpu_count()} cores'
+from fedjax_nc.experiments.pipeline import write as write
+from fedjax_nc.experiments.provenance import device as device
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -67,11 +54,3 @@ def markdown(result: dict[str, Any]) -> str:
     )
     lines = [f'| {" | ".join(cells)} |' for cells in table]
     return '\n'.join([title, '', *lines, '', notes])
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """JSON, written beside its place and renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f'.{path.name}.{os.getpid()}')
-    temporary.write_text(json.dumps(content, indent=2) + '\n')
-    os.replace(temporary, path)

@@ -226,6 +226,6 @@ def test_server_optimizers_have_their_rate_or_the_one_given(monkeypatch, choice,
 
 def test_personal_models_that_diverge_are_no_result(tmp_path, monkeypatch):
     kept = pipeline.Measures.personal
-    monkeypatch.setattr(pipeline.Measures, 'personal', lambda self, state: (kept(self, state)[0], False))
+    monkeypatch.setattr(pipeline.Measures, 'personal', lambda self, *args: (kept(self, *args)[0], False))
     with pytest.raises(training.DivergedError, match='personal models diverged'):
         experiments.run(Setting(**SMALL, algorithm='fedavg'), tmp_path, progress=False)

@@ -25,12 +25,9 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
     bars: dict[tuple[str, ...], Panels] = {}  # by the names of the groups
     for scene in study.scenes:
         title = scene or study.name
-        sound = {
-            method: [s for s in found.get((method, scene), {}).values() if s.get('curve') and 'diverged' not in s]
-            for method in study.methods
-        }
-        names, group = grouping([s for runs in sound.values() for s in runs if 'class_accuracy' in s])
-        for method, runs in sound.items():
+        drawn = {method: sound(found.get((method, scene), {})) for method in study.methods}
+        names, group = grouping([s for runs in drawn.values() for s in runs if 'class_accuracy' in s])
+        for method, runs in drawn.items():
             if not runs:
                 continue
             rounds = sorted(set.intersection(*({r for r, _ in s['curve']} for s in runs)))
@@ -60,6 +57,11 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
         for axes in figure.axes:
             axes.set_xlabel('class' if names[0] == '0' else 'classes')
         yield f'groups{i + 1 if i else ""}', figure
+
+
+def sound(cell: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The summaries of a cell that have a curve and did not diverge."""
+    return [summary for summary in cell.values() if summary.get('curve') and 'diverged' not in summary]
 
 
 def of_clients(summary: Mapping[str, Any]) -> Sequence[float | None]:

@@ -72,10 +72,9 @@ class Measures:
             seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
         return seen | ({'temperature': v.params['head']['scale']} if 'scale' in v.params['head'] else {})
 
-    def personal(self, state: State) -> tuple[dict[str, Any], bool]:
+    def personal(self, state: State, delivered: tuple[Algorithm, State]) -> tuple[dict[str, Any], bool]:
         """What the summary says of personal models, and whether they are finite; None stands for what is not."""
-        recipe = self.recipe
-        algorithm, model = self.delivered(state)
+        recipe, (algorithm, model) = self.recipe, delivered
 
         def personalized(algorithm: Algorithm) -> tuple[State, simulate.Report]:
             return stage(algorithm, self.chunk)(
@@ -116,11 +115,11 @@ class Measures:
             }
         return told, tuned
 
-    def final(self, state: State) -> dict[str, Any]:
+    def final(self, state: State, delivered: tuple[Algorithm, State]) -> dict[str, Any]:
         """What else the summary says of the generic model."""
         if not self.recipe.generic:
             return {}
-        algorithm, model = self.delivered(state)
+        algorithm, model = delivered
         found: dict[str, Any] = {
             'class_accuracy': np.asarray(evaluate.class_accuracy(self.table(algorithm, model))).tolist(),
             'class_examples': np.asarray(self.train.counts).sum(0).tolist(),

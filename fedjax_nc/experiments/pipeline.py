@@ -102,7 +102,8 @@ def conclude(
     """
     setting, recipe = measure.setting, measure.recipe
     with clock.part('personal'):
-        personal, tuned = measure.personal(done.state)
+        delivered = measure.delivered(done.state)  # once: calibrating takes time
+        personal, tuned = measure.personal(done.state, delivered)
     clock.seconds |= {
         'compilation': done.compile_seconds or compiled_before(out),
         'rounds': sum(row['seconds'] for row in done.history),
@@ -119,7 +120,7 @@ def conclude(
             if name in done.history[-1]
         },
         **personal,
-        **measure.final(done.state),
+        **measure.final(done.state, delivered),
         'rounds_per_second': done.rounds_per_second,
         'compile_seconds': clock.seconds['compilation'],
         'seconds': {**clock.seconds, 'total': sum(clock.seconds.values())},

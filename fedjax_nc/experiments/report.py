@@ -18,7 +18,7 @@ from scipy import stats
 
 from fedjax_nc import checkpoints
 from fedjax_nc.experiments import figures, runner
-from fedjax_nc.experiments.figures import Found
+from fedjax_nc.experiments.figures import Found, sound
 from fedjax_nc.experiments.study import Study
 
 TEX = {
@@ -123,10 +123,8 @@ def table_rows(study: Study, found: Found) -> list[dict[str, Any]]:
         for method in study.methods:
             for i, heading in enumerate(study.metrics):
                 numbers = values(study, found, method, scene, heading)
-                ours, gain = (
-                    mean(numbers.values()),
-                    difference(numbers, values(study, found, study.baseline, scene, heading)),
-                )
+                ours = mean(numbers.values())
+                gain = difference(numbers, values(study, found, study.baseline, scene, heading))
                 theirs = study.published.get((method, scene), ((math.nan, math.nan),) * len(study.metrics))[i]
                 rows.append({
                     'method': method, 'scene': scene, 'metric': heading, 'name': study.metric(method, heading),
@@ -291,11 +289,6 @@ def cost_table(study: Study, found: Found, scene: str, target: float | None) -> 
     heads = ['', 'last round', 'mean of the last', *([f'rounds to {goal:.1f} %'] if math.isfinite(goal) else []),
              'parameters', 'client down / up a round', 'all rounds', 'minutes']  # fmt: skip
     return [f'| {" | ".join(heads)} |', '|---|' + '---:|' * (len(heads) - 1), *lines]
-
-
-def sound(cell: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The summaries of a cell that have a curve and did not diverge."""
-    return [summary for summary in cell.values() if summary.get('curve') and 'diverged' not in summary]
 
 
 def last(summary: Mapping[str, Any]) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Run, Study
 
 TO = 'rounds_to:'
-KEPT = ('config.json', 'summary.json', 'metrics.jsonl')
+FILES = ('config.json', 'summary.json', 'metrics.jsonl')
 
 
 def carry_out(
@@ -174,7 +174,7 @@ def keep(study: Study, out: str | Path, folder: str | Path) -> int:
     for run in done:
         there = where(run, folder)
         there.mkdir(parents=True, exist_ok=True)
-        for name in KEPT:
+        for name in FILES:
             if (file := where(run, out) / name).exists():
                 checkpoints.replace(there / name, file.read_text())
     return len(done)

@@ -24,7 +24,6 @@ from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.pipeline import Clock
 from fedjax_nc.experiments.scene import Scene, build, load
 from fedjax_nc.experiments.setting import Setting
-from fedjax_nc.models.convolution import compiler_options
 from fedjax_nc.progress import Progress
 
 SMALL = 1_000_000  # examples that a run visits
@@ -114,7 +113,7 @@ def train(
     pool, tables = stacked([m.train for m in measures])
     if lanes is None:
         lanes = 1 if jax.default_backend() == 'cpu' else count
-    step = jax.jit(together(algorithm, setting.cohort, lanes), donate_argnums=1, compiler_options=compiler_options())
+    step = simulate.compiled(together(algorithm, setting.cohort, lanes))
     held = jax.tree.map(lambda *u: jnp.stack(u), *states)
     keys = jnp.stack([m.k_train for m in measures])
     begun = time.perf_counter()
