@@ -18,6 +18,7 @@ from fedjax_nc.objective import objective
 MODELS = {'mlp': models.MLP, 'cnn': models.CNN, 'cnn_mcmahan': models.McMahanCNN, 'resnet20': models.ResNet20}
 CONVS = {
     'native': models.conv_native,
+    'grouped': models.conv_grouped,
     'patches': models.conv_patches,
     'sequential': models.conv_sequential,
     'onednn': models.conv_onednn,

@@ -7,10 +7,17 @@ import numpy as np
 import pytest
 
 from fedjax_nc.models import convolution, layers, onednn
-from fedjax_nc.models.convolution import LAYOUT, conv_native, conv_onednn, conv_patches, conv_sequential
+from fedjax_nc.models.convolution import (
+    LAYOUT,
+    conv_by_platform,
+    conv_grouped,
+    conv_native,
+    conv_onednn,
+    conv_patches,
+    conv_sequential,
+)
 
-ONEDNN = onednn.available(jnp.dtype(jnp.bfloat16))
-FORMS = [conv_patches, conv_sequential, conv_onednn]
+FORMS = [conv_patches, conv_grouped, conv_sequential, conv_onednn, conv_by_platform]
 GEOMETRIES = [  # image, kernel, strides, padding
     ((7, 6), (1, 1), (1, 1), 'SAME'),
     ((7, 6), (1, 1), (2, 2), 'VALID'),
@@ -103,9 +110,10 @@ def test_bfloat16_sums_in_float32(conv):
     # 5 * 5 * 40 ones: a bfloat16 accumulator would stop at 256.
     x, k = jnp.ones((1, 7, 7, 40), jnp.bfloat16), jnp.ones((5, 5, 40, 2), jnp.bfloat16)
     program = jax.jit(lambda x, k: ones_back(lambda x, k: run(conv, x, k, padding='VALID'), x, k))
-    # The CPU sums in float32 unasked; accelerators have to be told, three times.
+    # The CPU sums in float32 unasked; a form of several operations has to say so, three times.
     text = str(jax.make_jaxpr(program)(x, k))
-    assert text.count('onednn$' if conv is conv_onednn and ONEDNN else 'preferred_element_type=float32') >= 3
+    told = 'onednn_convolution' if conv in (conv_onednn, conv_by_platform) else 'preferred_element_type=float32'
+    assert conv is conv_grouped or text.count(told) >= 3
     y, dx, dk = program(x, k)
     assert y.dtype == dx.dtype == dk.dtype == jnp.bfloat16
     assert float(y[0, 0, 0, 0]) == 1000
@@ -147,15 +155,49 @@ def test_flax_accepts_the_forms():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_defaults_follow_the_backend(monkeypatch):
-    assert convolution.default_conv() is (conv_onednn if onednn.available(jnp.dtype('float32')) else conv_sequential)
+@pytest.mark.parametrize('platform', ['cpu', 'cuda', 'tpu'])
+def test_the_default_follows_the_platform_that_a_program_is_for(platform):
+    x, k = normal(0, 3, 2, 6, 6, 32), normal(1, 3, 3, 3, 32, 4)
+    exported = {}
+    for conv in (conv_by_platform, conv_grouped, conv_sequential):
+        program = jax.jit(jax.vmap(value_and_gradients(conv, (1, 1), 'SAME')))
+        exported[conv] = jax.export.export(program, platforms=[platform])(x, k)
+        assert 'onednn$' not in exported[conv].mlir_module()  # another machine may lack it
+    forms = [text.mlir_module().count('stablehlo.convolution') for text in exported.values()]
+    grouped = [text.mlir_module().count('feature_group_count = 3') for text in exported.values()]
+    assert forms[0] == forms[1 if platform != 'cpu' else 2]
+    assert (grouped[0] > 0) == (platform != 'cpu')
+    if platform == 'cpu':
+        assert_close(
+            exported[conv_by_platform].call(x, k), jax.vmap(value_and_gradients(conv_native, (1, 1), 'SAME'))(x, k)
+        )
+
+
+def test_a_program_for_this_machine_takes_onednn_where_it_can(monkeypatch):
+    x, k = normal(0, 2, 6, 6, 32), normal(1, 3, 3, 32, 4)
+    text = jax.jit(value_and_gradients(conv_by_platform, (1, 1), 'SAME')).lower(x, k).as_text()
+    assert text.count('onednn$') == (3 if onednn.available(jnp.dtype('float32')) else 0)
     monkeypatch.setattr(onednn, 'available', lambda dtype: False)
-    assert convolution.default_conv() is conv_sequential
+    jax.clear_caches()  # lowering is remembered
+    text = jax.jit(value_and_gradients(conv_by_platform, (1, 1), 'SAME')).lower(x, k).as_text()
+    assert 'onednn$' not in text
+
+
+def test_a_kernel_gradient_stays_one_under_vmap():
+    x, k = normal(0, 3, 2, 16, 16, 4), normal(1, 3, 3, 3, 4, 4)
+    windows = {}
+    for conv in (conv_native, conv_grouped):
+        gradient = jax.vmap(jax.grad(lambda k, x: jnp.sum(jnp.sin(run(conv, x, k)))))  # noqa: B023
+        text = jax.jit(gradient).trace(k, x).lower(lowering_platforms=('cuda',)).as_text()
+        windows[conv] = text.count('batch_group_count = 3')
+    assert windows[conv_native] == 0 < windows[conv_grouped]
+
+
+def test_compiler_options_are_those_of_the_default_backend(monkeypatch):
     options = convolution.compiler_options()
     assert float(jax.jit(lambda x: x + 1, compiler_options=options)(1.0)) == 2
     assert not convolution._accepts((('xla_no_such_option', 'x'),))
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-    assert convolution.default_conv() is conv_patches
     assert convolution.compiler_options() == {}
 
 
@@ -284,10 +326,10 @@ def test_onednn_is_used_only_where_it_was_checked(monkeypatch):
 
 
 def test_wrong_or_missing_onednn_is_noticed(monkeypatch):
-    def refuse(*args):
+    def refuse(*args, **how):
         raise NotImplementedError
 
     assert onednn._right(jnp.dtype('float32')) == onednn.available(jnp.dtype('float32'))
-    for broken in (refuse, lambda x, k, *rest: jnp.zeros((2, 3, 7, 16))):
-        monkeypatch.setattr(onednn, 'convolution', broken)
+    for broken in (refuse, lambda x, k, **how: jnp.zeros((2, 3, 7, 16))):
+        monkeypatch.setattr(onednn, '_call', broken)
         assert not onednn._right(jnp.dtype('float32'))

@@ -4,11 +4,12 @@ from fedjax_nc.models.adapter import from_flax, scale_images
 from fedjax_nc.models.cnn import CNN, Conv2Cifar, McMahanCNN, MoonCNN
 from fedjax_nc.models.convolution import (
     compiler_options,
+    conv_by_platform,
+    conv_grouped,
     conv_native,
     conv_onednn,
     conv_patches,
     conv_sequential,
-    default_conv,
 )
 from fedjax_nc.models.mlp import MLP
 from fedjax_nc.models.mobilenet import MobileNetV2
@@ -29,11 +30,12 @@ __all__ = [
     'ResNet34',
     'ResNet50',
     'compiler_options',
+    'conv_by_platform',
+    'conv_grouped',
     'conv_native',
     'conv_onednn',
     'conv_patches',
     'conv_sequential',
-    'default_conv',
     'from_flax',
     'scale_images',
 ]

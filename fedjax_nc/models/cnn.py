@@ -15,7 +15,7 @@ class CNN(nn.Module):
     Source: Li et al., No Fear of Classifier Biases, ICCV 2023, and its code.
 
     Attributes:
-        conv: how convolutions are computed; None means `default_conv()`.
+        conv: how convolutions are computed; None means `conv_by_platform`.
         dtype: type of the computation; parameters stay float32.
 
     Raises:
@@ -41,7 +41,7 @@ class McMahanCNN(nn.Module):
     Source: McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017, the network for MNIST.
 
     Attributes:
-        conv: how convolutions are computed; None means `default_conv()`.
+        conv: how convolutions are computed; None means `conv_by_platform`.
         dtype: type of the computation; parameters stay float32.
 
     Raises:
@@ -68,7 +68,7 @@ class Conv2Cifar(nn.Module):
     Source: Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023, its code.
 
     Attributes:
-        conv: how convolutions are computed; None means `default_conv()`.
+        conv: how convolutions are computed; None means `conv_by_platform`.
         dtype: type of the computation; parameters stay float32.
 
     Raises:
@@ -92,7 +92,7 @@ class MoonCNN(nn.Module):
     NeurIPS 2021.
 
     Attributes:
-        conv: how convolutions are computed; None means `default_conv()`.
+        conv: how convolutions are computed; None means `conv_by_platform`.
         dtype: type of the computation; parameters stay float32.
 
     Raises:

@@ -7,7 +7,7 @@ below differ only in how they are computed; each takes the arguments of `lax.con
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ Pads = tuple[tuple[int, int], tuple[int, int]]
 Strides = tuple[int, int]
 
 LAYOUT = ('NHWC', 'HWIO', 'NHWC')
-NO_PADS = [(0, 0), (0, 0)]
+NO_PADS = ((0, 0), (0, 0))
 IMAGES = 16  # handled together in a kernel gradient; measured
 CHANNELS = 32  # from which on oneDNN is the faster one for kernel gradients; measured
 # YNNPACK keeps everything but single convolutions, which XLA's older code does up to twice as fast in this layout.
@@ -34,15 +34,23 @@ _YNN = {
 }
 
 
-def default_conv() -> ConvFn:
-    """The convolution for this backend.
+class Geometry(NamedTuple):
+    """What a convolution does with shapes, whatever the number of images."""
 
-    On CPU (measured) `conv_onednn` where oneDNN can be used, else `conv_sequential`; elsewhere (not yet measured)
-    `conv_patches`.
-    """
-    if jax.default_backend() != 'cpu':
-        return conv_patches
-    return conv_onednn if onednn.available(jnp.dtype(jnp.float32)) else conv_sequential
+    image: tuple[int, ...]  # [B, H, W, I]
+    kernel: tuple[int, ...]  # [h, w, I, O]
+    strides: Strides
+    pads: Pads
+    precision: Any
+
+
+class Form(NamedTuple):
+    """A way to compute a convolution and its gradients. Each function takes the geometry last."""
+
+    forward: Callable[[Array, Array, Geometry], Array]  # (x, kernel) -> y
+    input_gradient: Callable[[Array, Array, Geometry], Array]  # (g, kernel) -> dx
+    kernel_gradient: Callable[[Array, Array, Geometry], Array]  # (x, g) -> dk
+    kept: Callable[[Array, Geometry], Array]  # x as it is kept for the backward pass
 
 
 @functools.cache
@@ -57,7 +65,8 @@ def _accepts(option: tuple[tuple[str, str], ...]) -> bool:
 def compiler_options() -> dict[str, Any]:
     """What to hand to the outermost `jax.jit(compiler_options=...)`; empty off CPU or where jaxlib does not know it.
 
-    On CPU `conv_sequential` needs it: a round of FedAvg's CNN took 2.7 s with it and 6.6 s without (jax 0.10.2).
+    They are those of the default backend: `jit` takes them before it knows where a program will run. On CPU
+    `conv_sequential` needs them: a round of FedAvg's CNN took 2.7 s with them and 6.6 s without (jax 0.10.2).
     """
     return dict(_YNN) if jax.default_backend() == 'cpu' and _accepts(tuple(_YNN.items())) else {}
 
@@ -79,8 +88,17 @@ def conv_patches(lhs: Array, rhs: Array, window_strides: Sequence[int], padding:
     Raises:
         ValueError: for dilation, groups or another layout.
     """
-    strides, pads = _geometry(lhs, rhs, window_strides, padding, options)
-    return _matmul(_patches(lhs, rhs.shape[:2], strides, pads), rhs, options.get('precision'))
+    return _product(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options))
+
+
+def conv_grouped(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, **options: Any) -> Array:
+    """XLA's own convolution, except that under `vmap` the gradient of a kernel stays one.
+
+    Batching the gradient, as `conv_native` does, makes of it a forward convolution with kernels as large as images;
+    here the batched convolution is differentiated, for whose gradient GPU libraries have a kernel. Arguments and errors
+    are those of `conv_patches`. Differentiable once, in reverse mode.
+    """
+    return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), GROUPED)
 
 
 def conv_sequential(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, **options: Any) -> Array:
@@ -89,7 +107,7 @@ def conv_sequential(lhs: Array, rhs: Array, window_strides: Sequence[int], paddi
     Under `vmap` with per-client weights the clients run one after the other: no grouped convolution. Arguments and
     errors are those of `conv_patches`. Differentiable once, in reverse mode.
     """
-    return _by_hand(lhs, rhs, window_strides, padding, options, library=False)
+    return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), SEQUENTIAL)
 
 
 def conv_onednn(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, **options: Any) -> Array:
@@ -98,20 +116,42 @@ def conv_onednn(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: 
     Programs that contain it cannot be written to jax's persistent compilation cache (jaxlib 0.10.2 and 0.12.0 warn and
     go on without): take `conv_sequential` where starting fast matters more than running fast.
     """
-    return _by_hand(lhs, rhs, window_strides, padding, options, library=onednn.available(lhs.dtype))
+    return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), ONEDNN)
 
 
-def _by_hand(
-    lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, options: dict, library: bool
-) -> Array:
-    strides, pads = _geometry(lhs, rhs, window_strides, padding, options)
-    if rhs.shape[:2] == (1, 1):
-        return _matmul(_patches(lhs, (1, 1), strides, pads), rhs, options.get('precision'))
-    return _conv(lhs, rhs, strides, pads, options.get('precision'), library)
+def conv_by_platform(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, **options: Any) -> Array:
+    """The convolution of models that name none: `conv_onednn` on CPU (measured), `conv_grouped` elsewhere (estimated).
+
+    The platform is the one that a program is lowered for, whatever the machine on which it is traced: `jax.export` on a
+    CPU makes programs for `cuda` and `tpu`. Arguments and errors are those of `conv_patches`. Differentiable once, in
+    reverse mode.
+    """
+    return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), BY_PLATFORM)
 
 
-def _geometry(lhs: Array, rhs: Array, strides: Sequence[int], padding: Padding, options: dict) -> tuple[Strides, Pads]:
-    """Checks what the hand-written forms cannot do; returns strides and explicit padding."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _conv(x: Array, kernel: Array, geometry: Geometry, form: Form) -> Array:
+    return form.forward(x, kernel, geometry)
+
+
+def _conv_forward(x: Array, kernel: Array, geometry: Geometry, form: Form) -> tuple[Array, tuple[Array, Array]]:
+    x = form.kept(x, geometry)
+    return form.forward(x, kernel, geometry), (x, kernel)
+
+
+def _conv_backward(geometry: Geometry, form: Form, residual: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    x, kernel = residual
+    with jax.named_scope('input_gradient'):
+        dx = form.input_gradient(g, kernel, geometry)
+    with jax.named_scope('kernel_gradient'):
+        return dx, form.kernel_gradient(x, g, geometry)
+
+
+_conv.defvjp(_conv_forward, _conv_backward)
+
+
+def _geometry(lhs: Array, rhs: Array, strides: Sequence[int], padding: Padding, options: dict) -> Geometry:
+    """Checks what the forms of this file cannot do, and makes padding explicit."""
     if lhs.ndim != 4 or rhs.ndim != 4:
         raise ValueError(f'expected images [B, H, W, I] and a kernel [h, w, I, O], got {lhs.shape} and {rhs.shape}')
     layout = lax.conv_dimension_numbers(lhs.shape, rhs.shape, options.get('dimension_numbers'))
@@ -130,7 +170,28 @@ def _geometry(lhs: Array, rhs: Array, strides: Sequence[int], padding: Padding, 
     height, width = lhs.shape[1] + top + bottom, lhs.shape[2] + left + right
     if height < rhs.shape[0] or width < rhs.shape[1]:
         raise ValueError(f'a padded image of {height}x{width} is smaller than the kernel {rhs.shape[0]}x{rhs.shape[1]}')
-    return (strides[0], strides[1]), ((top, bottom), (left, right))
+    pads = ((top, bottom), (left, right))
+    return Geometry(lhs.shape, rhs.shape, (strides[0], strides[1]), pads, options.get('precision'))
+
+
+def _sum_type(x: Array) -> jnp.dtype:
+    """Sums of bfloat16 are kept in float32."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+# By one matrix product
+
+
+def _product(x: Array, kernel: Array, geometry: Geometry) -> Array:
+    patches = _patches(x, geometry.kernel[:2], geometry.strides, geometry.pads)
+    flat = patches.reshape(-1, patches.shape[-1])
+    y = jnp.dot(
+        flat,
+        kernel.reshape(flat.shape[1], -1),
+        precision=geometry.precision,
+        preferred_element_type=_sum_type(flat),
+    )
+    return y.reshape(*patches.shape[:3], -1).astype(patches.dtype)
 
 
 def _patches(x: Array, size: Sequence[int], strides: Strides, pads: Pads) -> Array:
@@ -148,27 +209,44 @@ def _patches(x: Array, size: Sequence[int], strides: Strides, pads: Pads) -> Arr
     )
 
 
-def _sum_type(x: Array) -> jnp.dtype:
-    """Sums of bfloat16 are kept in float32."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+# By XLA's convolution, for accelerators
 
 
-def _matmul(patches: Array, kernel: Array, precision: Any) -> Array:
-    flat = patches.reshape(-1, patches.shape[-1])
-    y = jnp.dot(flat, kernel.reshape(flat.shape[1], -1), precision=precision, preferred_element_type=_sum_type(flat))
-    return y.reshape(*patches.shape[:3], -1).astype(patches.dtype)
+def _grouped(x: Array, kernel: Array, geometry: Geometry) -> Array:
+    return lax.conv_general_dilated(
+        x, kernel, geometry.strides, geometry.pads, dimension_numbers=LAYOUT, precision=geometry.precision
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _conv(x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any, library: bool) -> Array:
-    return _run(x, kernel, strides, pads, precision, library)
+def _grouped_input_gradient(g: Array, kernel: Array, geometry: Geometry) -> Array:
+    x = jax.ShapeDtypeStruct(geometry.image, g.dtype)
+    return jax.linear_transpose(lambda x: _grouped(x, kernel, geometry), x)(g)[0]
+
+
+def _grouped_kernel_gradient(x: Array, g: Array, geometry: Geometry) -> Array:
+    @jax.custom_batching.custom_vmap
+    def gradient(x: Array, g: Array) -> Array:
+        kernel = jax.ShapeDtypeStruct(geometry.kernel, x.dtype)
+        return jax.linear_transpose(lambda kernel: _grouped(x, kernel, geometry), kernel)(g)[0]
+
+    @gradient.def_vmap
+    def _(size: int, batched: Sequence[bool], x: Array, g: Array) -> tuple[Array, bool]:
+        x, g = (u if b else jnp.broadcast_to(u, (size, *u.shape)) for u, b in zip((x, g), batched, strict=True))
+        kernels = jax.ShapeDtypeStruct((size, *geometry.kernel), x.dtype)
+        many = jax.vmap(lambda x, kernel: _grouped(x, kernel, geometry))
+        return jax.linear_transpose(lambda kernels: many(x, kernels), kernels)(g)[0], True
+
+    return gradient(x, g)
+
+
+# By convolutions in the one layout that is fast in loops, for CPUs
 
 
 def _run(
     x: Array,
     kernel: Array,
     strides: Strides,
-    pads: Sequence,
+    pads: Pads,
     precision: Any,
     library: bool,
     *,
@@ -176,22 +254,11 @@ def _run(
     dtype: jnp.dtype | None = None,
 ) -> Array:
     dtype = dtype or x.dtype
+    by = onednn.convolution if library else onednn.portable
 
     @jax.custom_batching.custom_vmap
     def run(x: Array, kernel: Array) -> Array:
-        if library:
-            return onednn.convolution(x, kernel, strides, pads, dilation, dtype)
-        y = lax.conv_general_dilated(
-            x,
-            kernel,
-            strides,
-            pads,
-            rhs_dilation=dilation,
-            dimension_numbers=LAYOUT,
-            precision=precision,
-            preferred_element_type=_sum_type(x),
-        )
-        return y.astype(dtype)
+        return by(x, kernel, strides, pads, dilation, dtype, precision)
 
     @run.def_vmap
     def _(size: int, batched: Sequence[bool], x: Array, kernel: Array) -> tuple[Array, bool]:
@@ -205,13 +272,13 @@ def _run(
     return run(x, kernel)
 
 
-def _stored(x: Array) -> Array:
+def _stored(x: Array, geometry: Geometry) -> Array:
     """`x`, kept by XLA's CPU backend as an array instead of being computed again by each of its users.
 
     Those users read it transposed, so that a fused chain of activation, norm and pooling costs as much as the
     convolution. XLA repeats cheap operations but never divisions, and does not see that this divisor is 1.
     """
-    return x / jnp.sign(jnp.abs(x) + 1)
+    return x if geometry.kernel[:2] == (1, 1) else x / jnp.sign(jnp.abs(x) + 1)
 
 
 def _padded(x: Array, pads: Sequence[tuple[int, int]], strides: Strides) -> Array:
@@ -220,48 +287,83 @@ def _padded(x: Array, pads: Sequence[tuple[int, int]], strides: Strides) -> Arra
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *sides, (0, 0, 0)))
 
 
-def _conv_forward(
-    x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any, library: bool
-) -> tuple[Array, tuple[Array, Array]]:
-    x = _stored(x)
-    return _run(x, kernel, strides, pads, precision, library), (x, kernel)
+def _spare(geometry: Geometry) -> list[int]:
+    """How far the windows of the last row and column lie from the lower end of the image.
+
+    Negative where the stride leaves some of the image unread.
+    """
+    spare = []
+    for d in (0, 1):
+        side, size, (low, high) = geometry.image[d + 1], geometry.kernel[d], geometry.pads[d]
+        unread = (side + low + high - size) % geometry.strides[d]
+        spare.append(high - unread)
+    return spare
 
 
-def _conv_backward(
-    strides: Strides, pads: Pads, precision: Any, library: bool, residual: tuple[Array, Array], g: Array
-) -> tuple[Array, Array]:
-    x, kernel = residual
-    # How far the windows of the last row and column lie from the lower end of the image; negative where the stride
-    # leaves some of the image unread.
-    spare = [kernel.shape[d] + (g.shape[d + 1] - 1) * strides[d] - x.shape[d + 1] - pads[d][0] for d in (0, 1)]
-    # Input gradient: each pixel collects from the windows that read it, so the kernel runs backwards over g.
-    edges = [(kernel.shape[d] - 1 - pads[d][0], kernel.shape[d] - 1 - spare[d]) for d in (0, 1)]
-    wide = g
-    if strides != (1, 1) or min(map(min, edges)) < 0:
-        wide, edges = _padded(g, edges, strides), NO_PADS
-    with jax.named_scope('input_gradient'):
-        dx = _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), edges, precision, library)
-    # Kernel gradient: the same window sum with channels in the place of the batch and g as the kernel. A few images at
-    # a time, because in a transposed copy of many the neighbours lie too far apart for the cache.
-    ends = [(pads[d][0], spare[d]) for d in (0, 1)]
+def _looped(x: Array, kernel: Array, geometry: Geometry, library: bool) -> Array:
+    if geometry.kernel[:2] == (1, 1):
+        return _product(x, kernel, geometry)
+    return _run(x, kernel, geometry.strides, geometry.pads, geometry.precision, library)
+
+
+def _looped_input_gradient(g: Array, kernel: Array, geometry: Geometry, library: bool) -> Array:
+    """Each pixel collects from the windows that read it, so the kernel runs backwards over g."""
+    if geometry.kernel[:2] == (1, 1):
+        x = jax.ShapeDtypeStruct(geometry.image, g.dtype)
+        return jax.linear_transpose(lambda x: _product(x, kernel, geometry), x)(g)[0]
+    spare, strides, wide = _spare(geometry), geometry.strides, g
+    ends: Any = tuple((geometry.kernel[d] - 1 - geometry.pads[d][0], geometry.kernel[d] - 1 - spare[d]) for d in (0, 1))
+    if strides != (1, 1) or min(map(min, ends)) < 0:
+        wide, ends = _padded(g, ends, strides), NO_PADS
+    return _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), ends, geometry.precision, library)
+
+
+def _looped_kernel_gradient(x: Array, g: Array, geometry: Geometry, library: bool) -> Array:
+    """The same window sum with channels in the place of the batch and g as the kernel.
+
+    A few images at a time, because in a transposed copy of many the neighbours lie too far apart for the cache.
+    """
+    if geometry.kernel[:2] == (1, 1):
+        kernel = jax.ShapeDtypeStruct(geometry.kernel, x.dtype)
+        return jax.linear_transpose(lambda kernel: _product(x, kernel, geometry), kernel)(g)[0]
+    spare = _spare(geometry)
+    ends: Any = tuple((geometry.pads[d][0], spare[d]) for d in (0, 1))
     if min(map(min, ends)) < 0:
         x, ends = _padded(x, ends, (1, 1)), NO_PADS
+    library = library and geometry.kernel[2] >= CHANNELS
     dk = jnp.zeros((), jnp.float32)
     some = max(IMAGES, -(-len(x) // 16))  # at most 16 pieces, each of which has to be compiled
     for at in range(0, len(x), some):
         images, windows = x[at : at + some].transpose(3, 1, 2, 0), g[at : at + some].transpose(1, 2, 0, 3)
-        with jax.named_scope('kernel_gradient'):
-            dk += _run(
-                images,
-                windows,
-                (1, 1),
-                ends,
-                precision,
-                library and x.shape[3] >= CHANNELS,
-                dilation=strides,
-                dtype=jnp.dtype(jnp.float32),
-            )
-    return dx, dk.transpose(1, 2, 0, 3).astype(kernel.dtype)
+        exact = jnp.dtype(jnp.float32)
+        dk += _run(images, windows, (1, 1), ends, geometry.precision, library, dilation=geometry.strides, dtype=exact)
+    return dk.transpose(1, 2, 0, 3).astype(x.dtype)
 
 
-_conv.defvjp(_conv_forward, _conv_backward)
+def _in_loops(library: bool) -> Form:
+    return Form(
+        functools.partial(_looped, library=library),
+        functools.partial(_looped_input_gradient, library=library),
+        functools.partial(_looped_kernel_gradient, library=library),
+        _stored,
+    )
+
+
+def _chosen(cpu: Callable[..., Array], elsewhere: Callable[..., Array]) -> Callable[..., Array]:
+    def call(*args: Any) -> Array:
+        *arrays, geometry = args
+        return lax.platform_dependent(
+            *arrays, cpu=lambda *a: cpu(*a, geometry), default=lambda *a: elsewhere(*a, geometry)
+        )
+
+    return call
+
+
+SEQUENTIAL, ONEDNN = _in_loops(library=False), _in_loops(library=True)
+GROUPED = Form(_grouped, _grouped_input_gradient, _grouped_kernel_gradient, lambda x, geometry: x)
+BY_PLATFORM = Form(
+    _chosen(ONEDNN.forward, GROUPED.forward),
+    _chosen(ONEDNN.input_gradient, GROUPED.input_gradient),
+    _chosen(ONEDNN.kernel_gradient, GROUPED.kernel_gradient),
+    _chosen(ONEDNN.kept, GROUPED.kept),
+)

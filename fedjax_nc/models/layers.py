@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fedjax_nc.base import Array
-from fedjax_nc.models.convolution import LAYOUT, ConvFn, default_conv
+from fedjax_nc.models.convolution import LAYOUT, ConvFn, conv_by_platform
 from fedjax_nc.models.convolution import compiler_options as compiler_options
 
 
@@ -80,7 +80,7 @@ class Conv(nn.Module):
         padding: 'SAME', 'VALID', or the number of zeros on every side.
         use_bias: whether a bias is added.
         kernel_init: another initialisation of the kernel, with which the bias starts at zero.
-        conv: how it is computed; None means `default_conv()`.
+        conv: how it is computed; None means `conv_by_platform`.
         dtype: type of the computation and the result; parameters stay float32.
     """
 
@@ -100,7 +100,7 @@ class Conv(nn.Module):
         bias_init = nn.initializers.zeros if self.kernel_init else init
         padding = self.padding if isinstance(self.padding, str) else [(self.padding, self.padding)] * 2
         x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
-        y = (self.conv or default_conv())(x, kernel, (self.stride, self.stride), padding, dimension_numbers=LAYOUT)
+        y = (self.conv or conv_by_platform)(x, kernel, (self.stride, self.stride), padding, dimension_numbers=LAYOUT)
         if self.use_bias:
             # Added in float32 because its gradient is a sum over all pixels, which bfloat16 would cut short.
             y = (y.astype(jnp.float32) + self.param('bias', bias_init, (self.features,))).astype(self.dtype)

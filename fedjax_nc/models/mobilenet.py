@@ -37,7 +37,7 @@ class MobileNetV2(nn.Module):
         features: channels of the last convolution, which are averaged over the image.
         norm: 'group' keeps no running statistics, so nothing to average; 'batch' is the published one.
         groups: groups of 'group'.
-        conv: how all but the depthwise convolutions are computed; None means `default_conv()`.
+        conv: how all but the depthwise convolutions are computed; None means `conv_by_platform`.
         dtype: type of the computation; parameters and statistics stay float32.
 
     Raises:

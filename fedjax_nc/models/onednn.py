@@ -2,7 +2,8 @@
 
 jaxlib ships oneDNN and the XLA operation that calls it, but XLA's own rewriting pass is switched off in jaxlib, so the
 operation is named here directly. Its description is not a stable interface: it is used only with the jaxlib versions
-it was checked with, and only after a small convolution has come out right. Everywhere else `available` says no.
+it was checked with, and only after a small convolution has come out right. Everywhere else, and in what is exported for
+other machines, XLA computes the same.
 """
 
 import functools
@@ -10,12 +11,15 @@ import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from jax import lax
+from jax import core, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from fedjax_nc.base import Array
 
@@ -25,13 +29,55 @@ CHECKED = ('0.10.2', '0.12.0.1')
 Pair = tuple[int, int]
 
 
-def convolution(
-    x: Array, kernel: Array, strides: Pair, pads: Sequence[Pair], dilation: Pair, dtype: jnp.dtype | None = None
+def portable(
+    x: Array,
+    kernel: Array,
+    strides: Pair,
+    pads: Sequence[Pair],
+    dilation: Pair,
+    dtype: jnp.dtype,
+    precision: Any = None,
 ) -> Array:
-    """Images [B, H, W, I] and a kernel [h, w, I, O] to [B, h', w', O], of `dtype` (default: that of the images).
+    """What `convolution` computes, by XLA: images [B, H, W, I] and a kernel [h, w, I, O] to [B, h', w', O] of `dtype`.
 
-    Sums are kept in float32. Neither `vmap` nor gradients are defined: `convolution.conv_onednn` adds them.
+    Sums are kept in float32.
     """
+    y = lax.conv_general_dilated(
+        x,
+        kernel,
+        strides,
+        pads,
+        rhs_dilation=dilation,
+        dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+        precision=precision,
+        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+    )
+    return y.astype(dtype)
+
+
+def convolution(
+    x: Array,
+    kernel: Array,
+    strides: Pair,
+    pads: Sequence[Pair],
+    dilation: Pair,
+    dtype: jnp.dtype,
+    precision: Any = None,
+) -> Array:
+    """`portable` by oneDNN, where a program is compiled for this machine's CPU and oneDNN can be used; else by XLA.
+
+    That is decided when a program is lowered: what `jax.export` writes has to run anywhere. Neither `vmap` nor
+    gradients are defined: `convolution.conv_onednn` adds them.
+    """
+    return convolution_p.bind(
+        x, kernel, strides=strides, pads=pads, dilation=dilation, dtype=dtype, precision=precision
+    )
+
+
+def _call(
+    x: Array, kernel: Array, *, strides: Pair, pads: Sequence[Pair], dilation: Pair, dtype: jnp.dtype, precision: Any
+) -> Array:
+    """The call into oneDNN itself, for the CPU of this machine."""
     data = {'dims': 4, 'data': {'batch_dim': 0, 'feature_dim': 3, 'spatial_dims': [1, 2]}}
     description = {
         'dims': 4,
@@ -51,7 +97,7 @@ def convolution(
     ]
     call = jax.ffi.ffi_call(
         '__onednn$convolution',
-        jax.ShapeDtypeStruct((x.shape[0], *sides, kernel.shape[3]), dtype or x.dtype),
+        jax.ShapeDtypeStruct((x.shape[0], *sides, kernel.shape[3]), dtype),
         custom_call_api_version=2,
         legacy_backend_config=json.dumps({'onednn_conv_config': description}),
     )
@@ -60,9 +106,8 @@ def convolution(
 
 @functools.cache
 def available(dtype: jnp.dtype) -> bool:
-    """Whether `convolution` can be used on the default backend with images of this type."""
-    known = jaxlib.__version__ in CHECKED and platform.machine() in ('x86_64', 'AMD64')
-    if not known or jax.default_backend() != 'cpu':
+    """Whether `convolution` is oneDNN's for images of this type in programs for this machine's CPU."""
+    if jaxlib.__version__ not in CHECKED or platform.machine() not in ('x86_64', 'AMD64'):
         return False
     if dtype == jnp.bfloat16:
         return _has('avx512_bf16') and _right(dtype)  # without it oneDNN ends the process
@@ -83,14 +128,35 @@ def _right(dtype: jnp.dtype) -> bool:
     strides, pads, dilation, exact = (2, 1), ((1, 0), (2, 1)), (1, 2), jnp.dtype(jnp.float32)
 
     def both(x: Array, k: Array) -> tuple[Array, Array]:
-        theirs = lax.conv_general_dilated(
-            x.astype(exact), k.astype(exact), strides, pads,
-            rhs_dilation=dilation, dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
-        )  # fmt: skip
-        return convolution(x, k, strides, pads, dilation, exact), theirs
+        theirs = portable(x.astype(exact), k.astype(exact), strides, pads, dilation, exact)
+        return _call(x, k, strides=strides, pads=pads, dilation=dilation, dtype=exact, precision=None), theirs
 
     try:  # compiled ahead of its call, because the first caller may be tracing
-        ours, theirs = jax.jit(both).lower(x, k).compile()(x, k)
-    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
+        ours, theirs = jax.jit(both, in_shardings=cpu, out_shardings=cpu).lower(x, k).compile()(x, k)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError):
         return False
     return bool(np.array_equal(ours, theirs))  # small whole numbers: every sum is exact
+
+
+def _lowered(context: Any, x: Any, kernel: Any, **how: Any) -> Any:
+    exported = context.module_context.lowering_parameters.for_export
+    here = not exported and available(context.avals_in[0].dtype)
+    return mlir.lower_fun(_call if here else portable, multiple_results=False)(context, x, kernel, **how)
+
+
+def _shape(x: core.ShapedArray, kernel: core.ShapedArray, **how: Any) -> core.ShapedArray:
+    y = jax.eval_shape(functools.partial(portable, **how), x, kernel)
+    return core.ShapedArray(y.shape, y.dtype)
+
+
+@functools.cache
+def _compiled(**how: Any) -> Any:
+    return jax.jit(functools.partial(convolution_p.bind, **how))
+
+
+convolution_p = Primitive('onednn_convolution')
+convolution_p.def_abstract_eval(_shape)
+convolution_p.def_impl(lambda x, kernel, **how: _compiled(**how)(x, kernel))
+mlir.register_lowering(convolution_p, mlir.lower_fun(portable, multiple_results=False))
+mlir.register_lowering(convolution_p, _lowered, platform='cpu')

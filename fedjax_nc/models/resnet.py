@@ -52,7 +52,7 @@ class ResNet(nn.Module):
         norm: 'group' keeps no running statistics, so nothing to average; 'batch' is what FedETF and FedLoGe use.
         groups: groups of 'group', 2 as in FedNH's ResNet-18.
         norm_blocks: False norms the stem and the shortcuts only, as in FedNH's own ResNet-18 but not in its baselines'.
-        conv: how convolutions are computed; None means `default_conv()`.
+        conv: how convolutions are computed; None means `conv_by_platform`.
         dtype: type of the computation; parameters and statistics stay float32.
 
     Raises:

@@ -22,7 +22,7 @@ class VGG11(nn.Module):
     Source: the network of FedAvg_ETF+GMV (arXiv 2303.16066), which takes it from FedRS (Li and Zhan, KDD 2021).
 
     Attributes:
-        conv: how convolutions are computed; None means `default_conv()`.
+        conv: how convolutions are computed; None means `conv_by_platform`.
         dtype: type of the computation; parameters stay float32.
 
     Raises:
