@@ -43,12 +43,19 @@ class Footprint(NamedTuple):
 
 
 def estimate(
-    algorithm: Algorithm, state: State, data: FederatedData, *, cohort: int | None = None, chunk: int | None = None
+    algorithm: Algorithm,
+    state: State,
+    data: FederatedData,
+    *,
+    cohort: int | None = None,
+    chunk: int | None = None,
+    platform: str | None = None,
 ) -> Footprint:
     """The memory of a round of `simulate.make_round(algorithm, cohort=cohort, chunk=chunk)`.
 
     State and data may be `jax.ShapeDtypeStruct`s, such as `jax.eval_shape` makes of `simulate.init`. On several devices
-    it is an upper bound for each, because there the states of the clients may be divided.
+    it is an upper bound for each, because there the states of the clients may be divided. `platform` is 'cpu', 'cuda'
+    or 'tpu', by default that of the default backend.
 
     Raises:
       ValueError: for a cohort or a chunk that `make_round` refuses.
@@ -56,7 +63,8 @@ def estimate(
     simulate.make_round(algorithm, cohort=cohort, chunk=chunk)
     key = jax.eval_shape(lambda: jax.random.key(0))
     members = jax.eval_shape(lambda key: simulate.choose(key, data.num_clients, cohort), key).size
-    lanes = min(chunk, members) if chunk else simulate.default_chunk(state.server, members)
+    platform = platform or {'gpu': 'cuda'}.get(name := jax.default_backend(), name)
+    lanes = min(chunk, members) if chunk else simulate.default_chunk(state.server, members, platform)
     slots = -(-members // lanes) * lanes
 
     def work(key: Array, server: Tree, data: FederatedData, client: Tree) -> tuple[Tree, Tree, Info]:
@@ -73,16 +81,16 @@ def estimate(
     client = jax.eval_shape(lambda clients: jax.tree.map(lambda u: u[0], clients), state.clients)
     working, (new, message, _) = jax.make_jaxpr(work, return_shape=True)(key, state.server, data, client)
     summed = jax.eval_shape(partial, message)
-    lane = peak(working.jaxpr, len(jax.tree.leaves((key, state.server, data))))
+    lane = peak(working.jaxpr, len(jax.tree.leaves((key, state.server, data))), platform)
     # Of several lanes, one that is done waits with what it has beside what one more step would make of it.
     lane += size((new, message)) if lanes > 1 else 0
     updating = jax.make_jaxpr(update)(key, state.server, summed, message)
-    last = peak(updating.jaxpr, len(jax.tree.leaves((key, state.server)))) - size(summed)
+    last = peak(updating.jaxpr, len(jax.tree.leaves((key, state.server))), platform) - size(summed)
     return Footprint(size(data), size(state.server), size(state.clients), size(summed), lane, last, lanes)
 
 
 def check(
-    algorithm: Algorithm, state: State, data: FederatedData, *, limit: float | None = None, **kwargs: int | None
+    algorithm: Algorithm, state: State, data: FederatedData, *, limit: float | None = None, **kwargs: Any
 ) -> Footprint:
     """Refuses a round that cannot fit. Arguments but the limit are those of `estimate`.
 
@@ -129,20 +137,22 @@ class Value:
 Values = list[Value]
 
 
-def peak(jaxpr: core.Jaxpr, held: int) -> int:
+def peak(jaxpr: core.Jaxpr, held: int, platform: str) -> int:
     """The most bytes alive at once, besides the first `held` inputs; all others end with their last use."""
     inputs = [Value(None if i < held else v.aval) for i, v in enumerate(jaxpr.invars)]
-    steps, results = flat(jaxpr, inputs)
+    steps, results = flat(jaxpr, inputs, platform)
     last = {v: t for t, (_, read, _) in enumerate(steps) for v in read} | dict.fromkeys(results, len(steps))
     most = live = total(inputs)
     for t, (eqn, read, made) in enumerate(steps):
         ending = {v for v in read if last[v] == t}
-        most = max(most, live + during(eqn, read, made, ending))
+        most = max(most, live + during(eqn, read, made, ending, platform))
         live += total(v for v in made if v in last) - total(ending)
     return most
 
 
-def flat(jaxpr: core.Jaxpr, inputs: list[Value]) -> tuple[list[tuple[core.JaxprEqn, Values, Values]], Values]:
+def flat(
+    jaxpr: core.Jaxpr, inputs: list[Value], platform: str
+) -> tuple[list[tuple[core.JaxprEqn, Values, Values]], Values]:
     """Each operation with what it reads and makes, those of called functions in place of the call; and the results."""
     known, steps = dict(zip(jaxpr.invars, inputs, strict=True)), []
 
@@ -152,16 +162,27 @@ def flat(jaxpr: core.Jaxpr, inputs: list[Value]) -> tuple[list[tuple[core.JaxprE
     for eqn in jaxpr.eqns:
         read, made = values(eqn.invars), [Value(v.aval) for v in eqn.outvars]
         more = [(eqn, read, made)]
-        for inner in core.jaxprs_in_params(eqn.params):
-            ours, its = ([v.aval.shape for v in (*j.invars, *j.outvars)] for j in (eqn, inner))
+        for inner in called(eqn, platform):
+            first = 1 if 'branches_platforms' in eqn.params else 0  # after the number of the platform
+            sides = ((*eqn.invars[first:], *eqn.outvars), (*inner.invars, *inner.outvars))
+            ours, its = ([jnp.shape(v.aval) for v in side] for side in sides)
             if ours == its and eqn.primitive.name not in ('while', 'scan'):  # nothing but a call of it
-                more, made = flat(inner, read)
+                more, made = flat(inner, read[first:], platform)
         steps += more
         known.update(zip(eqn.outvars, made, strict=True))
     return steps, values(jaxpr.outvars)
 
 
-def during(eqn: core.JaxprEqn, read: Values, made: Values, ending: set[Value]) -> int:
+def called(eqn: core.JaxprEqn, platform: str) -> list[core.Jaxpr]:
+    """The functions that an operation calls; of those for several platforms the one for this."""
+    names = eqn.params.get('branches_platforms')
+    if names is None:
+        return list(core.jaxprs_in_params(eqn.params))
+    which = next(i for i, named in enumerate(names) if named is None or platform in named)
+    return [eqn.params['branches'][which].jaxpr]
+
+
+def during(eqn: core.JaxprEqn, read: Values, made: Values, ending: set[Value], platform: str) -> int:
     """The most bytes that an operation adds to those alive, its results among them."""
     p = eqn.params
     if eqn.primitive.name == 'while':
@@ -176,10 +197,10 @@ def during(eqn: core.JaxprEqn, read: Values, made: Values, ending: set[Value]) -
         )
         first, constants, stacked = 0, whole - carried, total(made[carried:])
     else:
-        return max([total(made), *(peak(j, len(j.invars)) for j in core.jaxprs_in_params(p))])
+        return max([total(made), *(peak(j, len(j.invars), platform) for j in called(eqn, platform))])
     # A loop works on its carry in place: it takes over what nobody needs any more, and copies the rest.
     carry = set(read[first + constants :][:carried])
-    return peak(body, constants) + stacked - total(carry & ending)
+    return peak(body, constants, platform) + stacked - total(carry & ending)
 
 
 def available() -> int | None:

@@ -61,15 +61,24 @@ def join(algorithm: Algorithm, key: Array, server: Tree, num_clients: int) -> St
     return State(jax.tree.map(jnp.array, server), clients)
 
 
-def default_chunk(server: Tree, clients: int) -> int:
-    """How many of `clients` to run side by side on this kind of device; at most all.
+def default_chunk(server: Tree, clients: int, platform: str | None = None) -> int:
+    """How many of `clients` to run side by side on a device of this kind; at most all.
 
     On a CPU, one at a time keeps a model's working set in the cache, unless models are so small that the cost of a loop
-    step shows (measured in `benchmarks/README.md`). Accelerators want lanes; how many is not measured yet. Somewhat
-    fewer are taken where that leaves none empty.
+    step shows (measured in `benchmarks/README.md`). On a TPU one at a time keeps convolutions ordinary, and on a GPU a
+    few fill it (compilers' estimates, same place; `tuning.fastest` measures). More lanes do more work for nobody where
+    clients differ in size, because a chunk takes as long as its largest one. Somewhat fewer are taken where that leaves
+    none empty.
+
+    Args:
+      server: a server state; shapes will do.
+      clients: those of a cohort.
+      platform: 'cpu', 'tpu' or 'cuda'; by default that of the default backend. A round is traced before it is known
+        where it will run: for another platform hand `make_round` the chunk for that.
     """
     floats = sum(leaf.size for leaf in jax.tree.leaves(server))
-    most = 32 if jax.default_backend() != 'cpu' else 8 if floats < 10_000 else 1
+    small, large = {'cpu': (8, 1), 'tpu': (32, 1)}.get(platform or jax.default_backend(), (32, 5))
+    most = small if floats < 10_000 else large
     return next((n for n in range(min(most, clients), most // 2, -1) if clients % n == 0), min(most, clients))
 
 

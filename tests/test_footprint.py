@@ -30,7 +30,7 @@ def images(side, pool=200, clients=6, rows=64, classes=10):
 
 
 def peak(f, *args, held=0):
-    return footprint.peak(jax.make_jaxpr(f)(*args).jaxpr, held) / args[0].nbytes
+    return footprint.peak(jax.make_jaxpr(f)(*args).jaxpr, held, 'cpu') / args[0].nbytes
 
 
 ROW = jnp.ones(1000)
@@ -53,6 +53,14 @@ ROW = jnp.ones(1000)
 )
 def test_peak_of_small_functions(f, want):
     assert peak(f, ROW) == pytest.approx(want, abs=0.01)
+
+
+def test_only_what_the_platform_runs_is_counted():
+    def f(x):
+        return jax.lax.platform_dependent(x, cpu=jnp.sin, default=lambda x: jnp.sin(x) * jnp.cos(x))
+
+    jaxpr = jax.make_jaxpr(f)(ROW).jaxpr
+    assert [footprint.peak(jaxpr, 0, platform) / ROW.nbytes for platform in ('cpu', 'tpu')] == [2, 3]
 
 
 def test_inputs_of_somebody_else_are_not_counted():

@@ -1,7 +1,8 @@
 """Data sets by name.
 
 CIFAR comes through tensorflow-datasets (TFDS) without TensorFlow: TFDS reads array_record copies without it, and the
-builder here does itself the steps that need it, taking the archive apart, encoding images and decoding them.
+builder here does itself the steps that need it, taking the archive apart, encoding images and decoding them. Where TFDS
+is not installed, the archive is read as it is; what needs TFDS is downloading it and what TFDS has prepared.
 
 Files may be broken or made to do harm. What they may hold is known to the byte, so it is written here and not read from
 them: nothing that a file says is imported or unpickled, and no more is unpacked than the format holds, but for records
@@ -10,6 +11,7 @@ of array_record, whose reader knows no limit.
 
 import contextlib
 import gzip
+import importlib.util
 import io
 import math
 import os
@@ -91,8 +93,9 @@ def load_dataset(name: str, data_dir: str | os.PathLike[str] | None = None) -> D
     3. the official archive, `cifar-10-binary.tar.gz` or `cifar-100-binary.tar.gz`;
     4. a download of that archive.
 
-    Of several processes that find neither 1 nor 2, one makes them and the others wait for it. A process that is killed
-    meanwhile leaves nothing but `.<name>.unfinished`, which the next one removes.
+    Without tensorflow-datasets and array_record, 2 and 4 cannot be had, and 3 leaves nothing but the cache. Of several
+    processes that find neither 1 nor 2, one makes them and the others wait for it. A process that is killed meanwhile
+    leaves nothing but `.<name>.unfinished`, which the next one removes.
 
     Args:
         name: 'digits', 'cifar10' or 'cifar100'.
@@ -106,7 +109,7 @@ def load_dataset(name: str, data_dir: str | os.PathLike[str] | None = None) -> D
         ValueError: for an unknown name, or a file that is damaged.
         TypeError: if `data_dir` is no path.
         DatasetUnavailableError: if nothing is in `data_dir` and there is no network, or nothing can be written there.
-        ImportError: if 'digits' is asked for without scikit-learn.
+        ImportError: if 'digits' is asked for without scikit-learn, or what TFDS has prepared without TFDS.
     """
     if not isinstance(name, str) or name not in ('digits', *_CIFAR):
         raise ValueError(f'`name` {checks.shown(name)} is no data set; choose one of {["digits", *_CIFAR]}.')
@@ -121,6 +124,10 @@ def load_dataset(name: str, data_dir: str | os.PathLike[str] | None = None) -> D
 
     if (cache := folder / f'{name}.npz').exists():
         return _read_cache(spec, cache)
+    if not _prepares():
+        dataset = _read_alone(spec, folder)
+        _write_cache(spec, dataset, cache)
+        return dataset
     if (prepared := _find_prepared(spec, folder)) is None:
         try:
             with _alone(spec, folder) as unfinished:
@@ -358,6 +365,29 @@ def _read_archive(spec: _Cifar, archive: Path) -> dict[str, NDArray[np.uint8]]:
             if (records[:, : len(spec.labels)] >= list(spec.labels.values())).any():
                 raise ValueError(f'labels of {split} records not below {spec.labels}')
     return splits
+
+
+def _prepares() -> bool:
+    """Whether what prepares data sets, and reads what is prepared, is installed."""
+    return all(importlib.util.find_spec(name) is not None for name in ('tensorflow_datasets', 'array_record', 'PIL'))
+
+
+def _read_alone(spec: _Cifar, folder: Path) -> Dataset:
+    """Reads the archive without preparing anything."""
+    if (archive := folder / spec.archive).exists():
+        arrays: list[NDArray[Any]] = []
+        for records in _read_archive(spec, archive).values():
+            planes = records[:, len(spec.labels) :].reshape(-1, 3, 32, 32)
+            arrays.append(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
+            arrays.append(records[:, len(spec.labels) - 1].astype(np.int32))
+        return _checked(spec, arrays)
+    needed = 'pip install tensorflow-datasets importlib_resources array_record pillow'
+    if (prepared := _find_prepared(spec, folder)) is not None:
+        raise ImportError(f'{prepared} is read with tensorflow-datasets: {needed}, or put {spec.archive} beside it')
+    raise DatasetUnavailableError(
+        f'{spec.name} is not in {folder}, and tensorflow-datasets, which downloads it, is not installed. Put '
+        f'{spec.archive} from {spec.url} there, or {needed}'
+    )
 
 
 def _find_prepared(spec: _Cifar, folder: Path) -> Path | None:

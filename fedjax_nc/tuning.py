@@ -1,0 +1,263 @@
+"""Which form of convolution, how many lanes and how many rounds a call are fastest: measured on the device at hand.
+
+Nothing here runs unless it is called. All choices compute the same rounds up to rounding, but for `precision`.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from numpy.typing import NDArray
+
+import fedjax_nc
+from fedjax_nc import checkpoints, checks, fingerprint, models, simulate
+from fedjax_nc.base import Algorithm, FederatedData, State
+from fedjax_nc.models.convolution import ConvFn
+
+FORMS: dict[str, ConvFn] = {
+    'by_platform': models.conv_by_platform,
+    'grouped': models.conv_grouped,
+    'native': models.conv_native,
+    'onednn': models.conv_onednn,
+    'patches': models.conv_patches,
+    'sequential': models.conv_sequential,
+}
+"""The convolutions by their names in a `Choice`."""
+
+
+class Choice(NamedTuple):
+    """How to compute a round. None stands for the library's own choice."""
+
+    conv: str | None = None  # a name in FORMS, for the model
+    chunk: int | None = None  # clients side by side, for `simulate.make_round` and `training.run`
+    precision: str | None = None  # of float32 products, as for `jax.default_matmul_precision`
+    rounds_per_call: int = 1  # for `training.run`
+
+    def convolution(self) -> ConvFn | None:
+        """What a model takes as `conv=`."""
+        return None if self.conv is None else FORMS[self.conv]
+
+    def products(self) -> contextlib.AbstractContextManager[Any]:
+        """In which rounds are to be compiled."""
+        return jax.default_matmul_precision(self.precision) if self.precision else contextlib.nullcontext()
+
+
+class Tried(NamedTuple):
+    """What came of a choice."""
+
+    choice: Choice
+    seconds: float  # a round, extrapolated where only a part of it was run; infinity if it failed
+    compile_seconds: float
+    problem: str = ''  # why it failed
+
+
+class Tuned(NamedTuple):
+    """What `fastest` found."""
+
+    choice: Choice
+    tried: tuple[Tried, ...]  # from the fastest on
+
+
+def candidates(clients: int, convolutions: bool = True, platform: str | None = None) -> list[Choice]:
+    """A few choices worth trying.
+
+    Args:
+      clients: those of a cohort.
+      convolutions: whether the model has any.
+      platform: 'cpu', 'cuda' or 'tpu'; the default backend's if None.
+    """
+    cpu = (platform or jax.default_backend()) == 'cpu'
+    lanes = sorted({min(n, clients) for n in ((1, 5, 8) if cpu else (1, 5, 20))})
+    forms: list[str | None] = [None]
+    if convolutions:
+        forms += ['sequential', 'patches'] if cpu else ['native', 'patches']
+        return [Choice(form, n) for form, n in itertools.product(forms, lanes)]
+    return [Choice(None, n, None, r) for n, r in itertools.product(lanes, (1, 10))]
+
+
+def fastest(
+    build: Callable[[ConvFn | None], Algorithm],
+    data: FederatedData,
+    choices: Iterable[Choice],
+    *,
+    cohort: int | None = None,
+    seconds: float = 1.0,
+    repeats: int = 3,
+    cache: str | Path | None = None,
+    show: Callable[[str], None] | None = None,
+) -> Tuned:
+    """Compiles a round for each of `choices`, times a part of it, and returns the fastest.
+
+    The first choice decides the part: clients take the first of their examples, twice as many each time, until a call
+    takes long enough or all of a round is done. All choices then do as much, and half of it; the line through both
+    gives the seconds of a whole round of that cohort, in which a chunk takes as long as its largest client.
+
+    Args:
+      build: the algorithm, with that convolution in its model; None for the library's own.
+      data: the clients.
+      choices: what to try, such as `candidates(cohort)`; in doubt the first one wins.
+      cohort: clients a round; all by default.
+      seconds: that a timed call should take, if a whole round takes as long.
+      repeats: timed calls of each; the shortest counts.
+      cache: a JSON file in which results are kept, by device, versions, algorithm, shapes and choices.
+      show: called with a line on each choice.
+
+    Raises:
+      ValueError: without a choice, for one with an unknown form, or as `simulate.make_round`.
+      RuntimeError: if none of them runs.
+    """
+    choices = tuple(dict.fromkeys(choices))
+    if not choices:
+        raise ValueError('there is nothing to choose from: give at least one Choice')
+    for choice in choices:
+        if choice.conv is not None and choice.conv not in FORMS:
+            raise ValueError(f'there is no convolution {choice.conv!r}: take one of {", ".join(FORMS)}')
+        checks.whole('rounds_per_call', choice.rounds_per_call)
+    checks.whole('repeats', repeats)
+    checks.number('seconds', seconds, open_low=True)
+    name = key_of(build(None), data, choices, cohort) if cache is not None else ''
+    if cache is not None and (known := remembered(Path(cache), name, choices)):
+        return known
+    tried, cap = [], None
+    for choice in choices:
+        try:
+            trial = Trial(build, data, choice, cohort)
+            cap = cap or trial.part(seconds)
+            tried.append(Tried(choice, trial.seconds(cap, repeats), trial.compile_seconds))
+            del trial  # its state, before there is the next one
+        except (jax.errors.JaxRuntimeError, MemoryError, NotImplementedError) as problem:
+            tried.append(Tried(choice, float('inf'), 0.0, ' '.join(str(problem).split())[:200]))
+        if show:
+            show(line(tried[-1]))
+    ranked = tuple(sorted(tried, key=lambda t: t.seconds))  # stable: in doubt the first
+    if ranked[0].problem:
+        raise RuntimeError(f'no choice runs here; the first one says: {tried[0].problem}')
+    found = Tuned(ranked[0].choice, ranked)
+    if cache is not None:
+        remember(Path(cache), name, found)
+    return found
+
+
+class Trial:
+    """One choice, compiled, on clients of any sizes up to their own."""
+
+    def __init__(
+        self, build: Callable[[ConvFn | None], Algorithm], data: FederatedData, choice: Choice, cohort: int | None
+    ) -> None:
+        self.data, self.sizes = data, np.asarray(data.size)
+        self.keys = jax.random.split(jax.random.key(0), choice.rounds_per_call)
+        begin = time.perf_counter()
+        with choice.products():
+            algorithm = build(choice.convolution())
+            self.state = simulate.init(algorithm, jax.random.key(0), data)
+            rounds = simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=choice.chunk))
+            self.step = simulate.compiled(rounds).lower(self.keys, self.state, data).compile()
+        self.compile_seconds = time.perf_counter() - begin
+        members = cohort or data.num_clients
+        self.lanes = min(choice.chunk or simulate.default_chunk(self.state.server, members), members)
+
+    def call(self, cap: int, repeats: int = 1) -> tuple[float, simulate.Report]:
+        """Seconds a round if no client has more than `cap` examples, and the reports of the last call."""
+        cut = self.data._replace(size=jnp.minimum(self.data.size, cap))
+        took = float('inf')
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            self.state, report = jax.block_until_ready(self.step(self.keys, self.state, cut))
+            took = min(took, (time.perf_counter() - begin) / len(self.keys))
+        return took, jax.device_get(report)
+
+    def part(self, seconds: float) -> int:
+        """The first doubled number of examples with which a call takes so long; at most all of the largest client."""
+        most, cap = int(self.sizes.max()), 1
+        self.call(cap)  # the first call of a program has more to do
+        while cap < most and self.call(cap)[0] * len(self.keys) < seconds:
+            cap = min(2 * cap, most)
+        return cap
+
+    def seconds(self, cap: int, repeats: int) -> float:
+        """Of a whole round, from one in which no client has more than `cap` examples and one with half of that."""
+        self.call(1)
+        took, report = self.call(cap, repeats)
+        if cap >= self.sizes.max():
+            return took
+        less, _ = self.call(half := max(cap // 2, 1), repeats)
+        work = self.work(report, cap)
+        part, small, whole = (work(size) for size in (cap, half, int(self.sizes.max())))
+        slope = (took - less) / (part - small) if part > small and took > less else took / part
+        return took + slope * (whole - part)
+
+    def work(self, report: simulate.Report, cap: int) -> Callable[[int], float]:
+        """From another cap to the batch rows of a round of the same cohort, by the report of one with `cap`."""
+        ids, info = np.asarray(report.ids), report.info
+        sizes, busy = np.append(self.sizes, 0)[ids], np.asarray(info.steps) > 0
+        batch = (info.slots[busy] / info.steps[busy]).max()
+
+        def batches(cap: int) -> NDArray[Any]:
+            return np.ceil(np.minimum(sizes, cap) / batch)
+
+        epochs = (info.steps[busy] / batches(cap)[busy]).max()
+
+        def rows(cap: int) -> float:
+            longest = batches(cap).reshape(len(ids), -1, self.lanes).max(axis=2)
+            return float(self.lanes * batch * epochs * longest.sum(axis=1).mean())
+
+        return rows
+
+
+def key_of(algorithm: Algorithm, data: FederatedData, choices: tuple[Choice, ...], cohort: int | None) -> str:
+    """What a result depends on."""
+    state: State = jax.eval_shape(lambda: simulate.init(algorithm, jax.random.key(0), data))
+    device = jax.devices()[0]
+    sizes = np.sort(np.asarray(data.size)).tolist()
+    about = (
+        device.platform, device.device_kind, jax.__version__, jaxlib.__version__, fedjax_nc.__version__,
+        fingerprint.of_algorithm(algorithm), [(u.shape, str(u.dtype)) for u in jax.tree.leaves((state, data))],
+        sizes, cohort, choices,
+    )  # fmt: skip
+    return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
+
+
+def known_results(path: Path) -> dict[str, Any]:
+    """What a cache holds; nothing if there is none, or a damaged one."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def remembered(path: Path, name: str, choices: tuple[Choice, ...]) -> Tuned | None:
+    """A result of these choices, if the cache holds one."""
+    try:
+        tried = tuple(Tried(Choice(*choice), *rest) for choice, *rest in known_results(path)[name])
+    except (KeyError, TypeError, ValueError):
+        return None
+    if {t.choice for t in tried} != set(choices):
+        return None
+    return Tuned(tried[0].choice, tried)
+
+
+def remember(path: Path, name: str, found: Tuned) -> None:
+    """Adds a result to the cache."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpoints.replace(path, json.dumps({**known_results(path), name: found.tried}, indent=1) + '\n')
+
+
+def line(tried: Tried) -> str:
+    """A choice and what came of it."""
+    choice = tried.choice
+    words = [f'{choice.conv or "default"} form', f'chunk {choice.chunk or "default"}']
+    words += [f'{choice.precision} products'] if choice.precision else []
+    words += [f'{choice.rounds_per_call} rounds a call'] if choice.rounds_per_call > 1 else []
+    if tried.problem:
+        return f'{", ".join(words)}: {tried.problem}'
+    return f'{", ".join(words)}: {tried.seconds:.4g} s a round, compiled in {tried.compile_seconds:.1f} s'
