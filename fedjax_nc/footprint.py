@@ -164,8 +164,8 @@ def flat(
         more = [(eqn, read, made)]
         for inner in called(eqn, platform):
             first = 1 if 'branches_platforms' in eqn.params else 0  # after the number of the platform
-            sides = ((*eqn.invars[first:], *eqn.outvars), (*inner.invars, *inner.outvars))
-            ours, its = ([jnp.shape(v.aval) for v in side] for side in sides)
+            sides: Any = ((*eqn.invars[first:], *eqn.outvars), (*inner.invars, *inner.outvars))
+            ours, its = ([v.aval.shape for v in side] for side in sides)
             if ours == its and eqn.primitive.name not in ('while', 'scan'):  # nothing but a call of it
                 more, made = flat(inner, read[first:], platform)
         steps += more
