@@ -98,7 +98,7 @@ def fastest(
     """Compiles a round for each of `choices`, times a part of it, and returns the fastest.
 
     The first choice decides the part: clients take the first of their examples, twice as many each time, until a call
-    takes long enough or all of a round is done. All choices then do as much, and half of it; the line through both
+    takes long enough or a round is done whole. All choices then do as much, and half of it; the line through both
     gives the seconds of a whole round of that cohort, in which a chunk takes as long as its largest client.
 
     Args:
@@ -176,11 +176,14 @@ class Trial:
         return took, jax.device_get(report)
 
     def part(self, seconds: float) -> int:
-        """The first doubled number of examples with which a call takes so long; at most all of the largest client."""
+        """How many examples of each client are enough: a call takes so long, and a step more than with half of them."""
         most, cap = int(self.sizes.max()), 1
-        self.call(cap)  # the first call of a program has more to do
-        while cap < most and self.call(cap)[0] * len(self.keys) < seconds:
+        _, first = self.call(cap)  # which also has more to do than later ones
+        took, report = 0.0, first
+        while cap < most and (took < seconds or report.info.steps.max() == first.info.steps.max()):
             cap = min(2 * cap, most)
+            took, report = self.call(cap)
+            took *= len(self.keys)
         return cap
 
     def seconds(self, cap: int, repeats: int) -> float:

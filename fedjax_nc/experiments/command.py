@@ -104,6 +104,11 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument(
         '--clients-per-chunk', type=count, help='clients side by side; chosen for the device by default'
     )
+    parser.add_argument(
+        '--tune',
+        action='store_true',
+        help='first measure how rounds are fastest here; kept in tuning.json beside --out',
+    )
     parser.add_argument('--devices', type=count, default=1, help='that share the clients; a CPU is cut up into as many')
     parser.add_argument('--precision', choices=['float32', 'bfloat16'])
     parser.add_argument('--eval-every', type=count)
@@ -146,10 +151,13 @@ def prepare(count: int) -> Mesh | None:
 def main(argv: list[str] | None = None, *, prog: str = 'cifar.py', description: str = __doc__) -> dict[str, Any]:
     """Runs what a command line says, and prints what came of it."""
     args = arguments(argv, prog, description)
+    if args.tune and args.devices > 1:
+        raise ValueError('--tune measures one device: tune with --devices 1, and hand on its --clients-per-chunk')
     setting, mesh = setting_of(args), prepare(args.devices)
     where = {'data_dir': args.data_dir and str(args.data_dir), 'out': str(args.out)}
     summary = pipeline.run(
-        setting, args.out, data_dir=args.data_dir, resume=args.resume, chunk=args.clients_per_chunk, mesh=mesh,
+        setting, args.out, data_dir=args.data_dir, resume=args.resume, chunk=args.clients_per_chunk,
+        tune=args.tune, mesh=mesh,
         record={**where, 'clients_per_chunk': args.clients_per_chunk, 'devices': args.devices},
     )  # fmt: skip
     for name in ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy_before', 'personal_accuracy'):

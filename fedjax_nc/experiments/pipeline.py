@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import checkpoints, plots, simulate, training
+from fedjax_nc import checkpoints, plots, simulate, training, tuning
 from fedjax_nc.base import Array, State, Tree
 from fedjax_nc.experiments import provenance, recipes, traffic
 from fedjax_nc.experiments.measures import Measures
-from fedjax_nc.experiments.scene import build, load
+from fedjax_nc.experiments.scene import Scene, build, load
 from fedjax_nc.experiments.setting import KEPT, Setting
 
 FREE = ('rounds', 'eval_every')  # what may differ when a run is resumed
@@ -29,6 +29,7 @@ def run(
     data_dir: str | Path | None = None,
     resume: bool = False,
     chunk: int | None = None,
+    tune: bool = False,
     mesh: Mesh | None = None,
     record: dict[str, Any] | None = None,
     on_round: training.OnRound | None = None,
@@ -45,6 +46,8 @@ def run(
       data_dir: where data sets lie or are put.
       resume: continue the run in `out`, or begin it.
       chunk: clients side by side.
+      tune: whether to measure first how rounds are fastest on this device, by `tuning.fastest`; what it finds is kept
+        in `tuning.json` beside `out`, and used again there.
       mesh: devices that share the clients, from `devices.mesh`.
       record: what `config.json` says beside the setting.
       on_round: as for `training.run`.
@@ -61,8 +64,12 @@ def run(
         settle(setting, out, resume)
         with clock.part('data'):
             scene = load(setting, data_dir)
-        recipe = build(setting, scene[0])
-        measure = Measures(setting, recipe, scene, chunk)
+        with clock.part('tuning'):
+            choice = chosen(setting, scene, out, chunk, tune, progress)
+        if choice != tuning.Choice(chunk=chunk):
+            record = {**(record or {}), 'tuned': choice._asdict()}
+        recipe = build(setting, scene[0], choice.convolution())
+        measure = Measures(setting, recipe, scene, choice.chunk)
         with clock.part('initialisation'):
             state = simulate.init(recipe.train, measure.k_init, scene[1])
             first = jax.device_get(state.server)  # training takes the buffers of the state
@@ -74,14 +81,33 @@ def run(
             with clock.part('evaluation'):
                 return jax.block_until_ready(measure.general(state))
 
-        done = training.run(
-            recipe.train, measure.k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort, chunk=chunk,
-            mesh=mesh, evaluate=evaluated, eval_every=setting.eval_every, eval_last=setting.eval_last,
-            out=out, resume=resume, on_round=on_round, progress=progress, name=setting.algorithm,
-        )  # fmt: skip
+        with choice.products():
+            done = training.run(
+                recipe.train, measure.k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort,
+                chunk=choice.chunk, mesh=mesh, rounds_per_call=choice.rounds_per_call, evaluate=evaluated,
+                eval_every=setting.eval_every, eval_last=setting.eval_last, out=out, resume=resume,
+                on_round=on_round, progress=progress, name=setting.algorithm,
+            )  # fmt: skip
         if mesh is not None:
             done = done._replace(state=jax.tree.map(jnp.asarray, jax.device_get(done.state)))
         return conclude(measure, done, first, clock, config, out)
+
+
+def chosen(setting: Setting, scene: Scene, out: Path, chunk: int | None, tune: bool, show: bool) -> tuning.Choice:
+    """How rounds are to be computed: as until now if the run goes on, else what is asked for or fastest here."""
+    path = out / 'config.json'
+    if path.exists() and (before := known(path).get('tuned')):
+        return tuning.Choice(**before)
+    if not tune:
+        return tuning.Choice(chunk=chunk)
+    choices = tuning.candidates(setting.cohort or setting.clients, convolutions=setting.model != 'mlp')
+    if chunk is not None:
+        choices = [choice._replace(chunk=chunk) for choice in choices]
+    found = tuning.fastest(
+        lambda conv: build(setting, scene[0], conv).train, scene[1], choices, cohort=setting.cohort,
+        cache=out.parent / 'tuning.json', show=print if show else None,
+    )  # fmt: skip
+    return found.choice
 
 
 def conclude(

@@ -10,6 +10,7 @@ from fedjax_nc.base import FederatedData
 from fedjax_nc.data import images
 from fedjax_nc.experiments import recipes
 from fedjax_nc.experiments.setting import MODELS, PARTITIONS, PIXELS, Setting
+from fedjax_nc.models.convolution import ConvFn
 
 ETF: dict[str, dict[str, Any]] = {
     'cnn': {'dim': 64, 'scale': 10.0}
@@ -50,14 +51,15 @@ def load(setting: Setting, data_dir: str | Path | None = None) -> Scene:
     return dataset, clients, tests
 
 
-def build(setting: Setting, dataset: data.Dataset) -> recipes.Recipe:
-    """The method of a run.
+def build(setting: Setting, dataset: data.Dataset, conv: ConvFn | None = None) -> recipes.Recipe:
+    """The method of a run. `conv` is the convolution of its model, by default the library's choice.
 
     Raises:
       ValueError: for a head, loss, server optimizer or option that the method does not have.
     """
     norm = {'norm': setting.norm} if setting.model.startswith(('resnet', 'mobilenet')) else {}
-    module = MODELS[setting.model](dtype=jnp.dtype(setting.precision), **norm)
+    form = {} if conv is None or setting.model == 'mlp' else {'conv': conv}
+    module = MODELS[setting.model](dtype=jnp.dtype(setting.precision), **norm, **form)
     augment = None
     if setting.crop or setting.flip or setting.pixels != 'half':
         look = PIXELS[setting.pixels]

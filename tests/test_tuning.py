@@ -1,0 +1,152 @@
+"""What the tuner extrapolates, remembers, survives and refuses. Which choice is fastest is not tested by a clock."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import toys
+
+from fedjax_nc import models, tuning
+from fedjax_nc.algorithms import fedavg
+from fedjax_nc.experiments import command
+
+SIZES = [40, 3, 0, 17, 22, 8]
+DATA = toys.ragged(SIZES)
+CHOICES = (tuning.Choice(chunk=1), tuning.Choice(chunk=4), tuning.Choice(chunk=2, rounds_per_call=3))
+
+
+def build(conv):
+    return fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+
+
+def rows(lanes, cap):
+    """Batch rows of a round of all clients, by hand."""
+    batch, epochs = toys.PLAN
+    needed = sorted((epochs * -(-min(n, cap) // batch) * batch for n in SIZES), reverse=True)
+    needed += [0] * (-len(needed) % lanes)
+    return lanes * sum(max(needed[i : i + lanes]) for i in range(0, len(needed), lanes))
+
+
+def on_a_clock(monkeypatch, seconds):
+    """Calls take `seconds(lanes, cap)` a round, whatever they take."""
+    real = tuning.Trial.call
+
+    def call(self, cap, repeats=1):
+        return seconds(self.lanes, cap), real(self, cap)[1]
+
+    monkeypatch.setattr(tuning.Trial, 'call', call)
+
+
+def test_a_round_is_extrapolated_along_its_batch_rows(monkeypatch):
+    on_a_clock(monkeypatch, lambda lanes, cap: 2 + rows(lanes, cap) / lanes)
+    found = tuning.fastest(build, DATA, CHOICES, seconds=2 + rows(1, 16) - 0.5)
+    for tried in found.tried:
+        lanes = tried.choice.chunk
+        assert tried.seconds == pytest.approx(2 + rows(lanes, 40) / lanes)
+    assert found.choice.chunk == 4  # the most lanes, where a step costs the same whatever their number
+    assert [t.seconds for t in found.tried] == sorted(t.seconds for t in found.tried)
+    on_a_clock(monkeypatch, lambda lanes, cap: rows(lanes, cap))  # and where they cost what they compute
+    assert tuning.fastest(build, DATA, CHOICES, seconds=50).choice.chunk == 1
+
+
+def test_short_rounds_are_run_whole(monkeypatch):
+    caps = []
+    on_a_clock(monkeypatch, lambda lanes, cap: caps.append(cap) or lanes)
+    found = tuning.fastest(build, DATA, CHOICES, seconds=1000)
+    assert max(caps) == 40
+    assert [t.seconds for t in found.tried] == [1, 2, 4]
+
+
+def test_it_really_measures():
+    found = tuning.fastest(build, DATA, CHOICES, cohort=4, seconds=0.01, repeats=1)
+    assert all(0 < t.seconds < 60 and t.compile_seconds > 0 and not t.problem for t in found.tried)
+    assert {t.choice for t in found.tried} == set(CHOICES)
+    np.testing.assert_array_equal(DATA.size, SIZES)
+
+
+def test_results_are_remembered(monkeypatch, tmp_path):
+    cache, lines, compiled, real = tmp_path / 'there' / 'tuning.json', [], [], tuning.Trial.__init__
+    monkeypatch.setattr(tuning.Trial, '__init__', lambda self, *args: compiled.append(1) or real(self, *args))
+    few = CHOICES[:2]
+
+    def tried(data=DATA, choices=few, **more):
+        compiled.clear()
+        found = tuning.fastest(build, data, choices, seconds=0.01, cache=cache, show=lines.append, **more)
+        return found, len(compiled)
+
+    first, count = tried()
+    assert count == len(lines) == 2
+    assert tried() == (first, 0)
+    assert tried(choices=few[:1])[1] == 1
+    assert tried(cohort=3)[1] == 2
+    assert tried(data=toys.ragged([9, 9, 9, 9, 9, 9]))[1] == 2
+    assert len(json.loads(cache.read_text())) == 4
+    assert tried() == (first, 0)
+    for damage in ('{"', json.dumps({name: [[1]] for name in json.loads(cache.read_text())})):
+        cache.write_text(damage)
+        assert tried(choices=few[:1])[1] == 1
+
+
+def test_a_choice_that_fails_costs_only_itself(monkeypatch):
+    real = tuning.Trial.__init__
+
+    def refuse(self, build, data, choice, cohort):
+        if choice.chunk != 4:
+            raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of\nmemory')
+        real(self, build, data, choice, cohort)
+
+    monkeypatch.setattr(tuning.Trial, '__init__', refuse)
+    found = tuning.fastest(build, DATA, CHOICES, seconds=0.01)
+    assert found.choice.chunk == 4
+    assert found.tried[-1].problem == 'RESOURCE_EXHAUSTED: out of memory'
+    assert 'out of memory' in tuning.line(found.tried[-1])
+    with pytest.raises(RuntimeError, match='no choice runs here'):
+        tuning.fastest(build, DATA, CHOICES[:1], seconds=0.01)
+
+
+def test_forms_reach_the_model():
+    seen = []
+    choices = [tuning.Choice(), tuning.Choice('patches')]
+    tuning.fastest(lambda conv: seen.append(conv) or build(conv), DATA, choices, seconds=0.01)
+    assert seen == [None, models.conv_patches]
+
+
+@pytest.mark.parametrize(
+    ('choices', 'said'),
+    [((), 'nothing to choose'), ((tuning.Choice('fft'),), "no convolution 'fft'"),
+     ((tuning.Choice(rounds_per_call=0),), 'rounds_per_call')],
+)  # fmt: skip
+def test_what_is_no_choice_is_refused(choices, said):
+    with pytest.raises(ValueError, match=said):
+        tuning.fastest(build, DATA, choices)
+
+
+def test_candidates_are_few_and_fit_the_cohort():
+    for platform in ('cpu', 'cuda', 'tpu'):
+        for clients in (1, 4, 20, 100):
+            for convolutions in (True, False):
+                found = tuning.candidates(clients, convolutions, platform)
+                assert 1 <= len(found) <= 9
+                assert len(set(found)) == len(found)
+                assert found[0] == tuning.Choice(chunk=1)
+                assert all(choice.chunk <= clients for choice in found)
+
+
+def test_a_run_may_be_tuned_and_goes_on_as_it_began(tmp_path, monkeypatch):
+    args = ['--dataset', 'digits', '--rounds', '2', '--algorithm', 'fedavg', '--clients', '6', '--max-examples', '300']
+    few = [tuning.Choice(chunk=2, rounds_per_call=2)]
+    monkeypatch.setattr(tuning, 'candidates', lambda members, convolutions: few)
+    plain = command.main([*args, '--out', str(tmp_path / 'plain')])
+    tuned = command.main([*args, '--out', str(tmp_path / 'tuned'), '--tune'])
+    assert tuned['global_accuracy'] == pytest.approx(plain['global_accuracy'], abs=0.02)
+    assert len(json.loads((tmp_path / 'tuning.json').read_text())) == 1
+    config = json.loads((tmp_path / 'tuned' / 'config.json').read_text())
+    assert set(config['tuned']) == set(tuning.Choice._fields)
+    monkeypatch.setattr(tuning, 'fastest', None)  # is not asked again
+    args[3] = '3'
+    more = command.main([*args, '--out', str(tmp_path / 'tuned'), '--resume'])
+    assert more['rounds'] == 3
+    assert json.loads((tmp_path / 'tuned' / 'config.json').read_text())['tuned'] == config['tuned']
+    with pytest.raises(ValueError, match='--tune measures one device'):
+        command.main([*args, '--tune', '--devices', '2'])
