@@ -123,11 +123,63 @@ def test_a_peer_that_is_not_there_is_left_out_with_one_line(bench, tmp_path, cap
 
 
 def test_a_workload_that_a_peer_does_not_have_is_one_line(bench, capsys):
-    settings = {'algorithm': 'fedetf', 'model': 'resnet20', 'bfloat16': False, 'device': 'cpu'}
-    assert bench.side_by_side.fit('pytorch', settings)
-    assert not bench.side_by_side.fit('flower', settings)
-    assert capsys.readouterr().err.startswith('Not compared with Flower: it takes part on a CPU')
-    assert bench.side_by_side.fit('flower', {**settings, 'algorithm': 'fedavg', 'model': 'cnn'})
+    base = {
+        'algorithm': 'fedetf',
+        'model': 'resnet20',
+        'norm': 'batch',
+        'bfloat16': False,
+        'device': 'cpu',
+        'equal': True,
+    }
+    refusals = {
+        'flower': 'Not compared with Flower: it takes part on a CPU',
+        'pytorch-graphs': 'Not compared with PyTorch CUDA graphs: it needs an NVIDIA GPU',
+        'pytorch-vmap': 'Not compared with PyTorch vmap: it cannot move the statistics of BatchNorm',
+    }
+    for peer, said in refusals.items():
+        assert not bench.side_by_side.fit(peer, base)
+        assert capsys.readouterr().err.startswith(said)
+    assert not bench.side_by_side.fit('pytorch-vmap', {**base, 'norm': 'group', 'equal': False})
+    assert 'clients of one size only' in capsys.readouterr().err
+    for peer in ('pytorch', 'pytorch-channels-last', 'pytorch-compile'):
+        assert bench.side_by_side.fit(peer, base)
+    assert bench.side_by_side.fit('pytorch-vmap', {**base, 'norm': 'group'})
+    assert bench.side_by_side.fit('pytorch-graphs', {**base, 'device': 'cuda'})
+    assert bench.side_by_side.fit('flower', {**base, 'algorithm': 'fedavg', 'model': 'cnn'})
+
+
+def test_a_form_of_pytorch_is_told_to_its_worker(bench, tmp_path):
+    (tmp_path / 'pytorch_worker.py').write_text(
+        f'import sys; sys.path.append({str(SCRIPT.parent / "peers")!r}); import serving; channel = serving.Channel();'
+        'Fake = type("Fake", (), {"versions": {"form": channel.form}}); channel.serve(Fake())'
+    )
+    for peer, form in (('pytorch', ''), ('pytorch-channels-last', 'channels-last')):
+        started = bench.side_by_side.Peer(peer, sys.executable, tmp_path / 'work.npz', tmp_path)
+        started.close()
+        assert started.versions == {'form': form}
+    args = bench.arguments(['--peer-python', 'pytorch=a', 'pytorch-vmap=b'])
+    pythons = [bench.python_of(peer, args) for peer in ('pytorch', 'pytorch-vmap', 'pytorch-compile', 'pfl')]
+    assert pythons == ['a', 'b', 'a', sys.executable]
+
+
+def test_the_fastest_pytorch_has_a_column(bench):
+    row = {
+        'conv': 'native', 'chunk': '1', 'devices': 1, 'seconds_per_round': 1.0, 'median_seconds_per_round': 1.0,
+        'samples_per_second': 1.0, 'model_flops_per_second': 1.0, 'share_of_matmul': 1.0, 'padded_work': 0.0,
+        'compile_seconds': 1.0, 'memory_bytes': None, 'ratios': {'PyTorch': 4.0, 'PyTorch vmap': 2.0, 'Flower': 1.0},
+    }  # fmt: skip
+    work = bench.WORKLOADS['W1']._asdict()
+    about = {'seconds_per_round': 1.0, 'median_seconds_per_round': 1.0, 'versions': {'torch': '1'}}
+    result = {
+        'workload': 'W1', **work, 'precision': 'float32', 'data': 'x', 'rounds': 1, 'model_flops_per_round': 1.0,
+        'matmul_flops_per_second': 1.0, 'date': 'x', 'device': 'x', 'versions': {'jax': '1'}, 'peak_device_bytes': None,
+        'peak_process_bytes': 0, 'rows': [row], 'peers': dict.fromkeys(row['ratios'], about),
+    }  # fmt: skip
+    lines = bench.results.markdown(result).splitlines()
+    assert lines[2].endswith('| PyTorch / ours | PyTorch vmap / ours | Flower / ours | fastest PyTorch / ours |')
+    assert lines[4].endswith('| 4.00 | 2.00 | 1.00 | 2.00 |')
+    assert len({line.count('|') for line in lines[2:8]}) == 1
+    assert lines[-1].endswith('jax 1; torch 1.')  # the same versions once
 
 
 def test_w1_is_424_gflop(bench):
@@ -156,12 +208,12 @@ def test_w1_is_424_gflop(bench):
 )
 def test_pytorch_computes_the_same_round(bench, tmp_path, options):
     pytest.importorskip('torch')
-    serving, worker = importlib.import_module('serving'), importlib.import_module('pytorch_worker')
+    serving, rounds = importlib.import_module('serving'), importlib.import_module('torch_rounds')
     args = bench.arguments([*options, '--batch-size', '8', '--torch-threads', '1'])  # full batches: no order
     work = bench.settle(args)._replace(epochs=2)
     row = bench.Row(args, work, bench.load(args, work)[0], None, None)
     bench.pack(args, work, row, tmp_path / 'work.npz')
-    other = worker.Loop(serving.load(tmp_path / 'work.npz'))
+    other = rounds.Loop(serving.load(tmp_path / 'work.npz'))
     begun = bench.side_by_side.named(row.state.server.variables)
     assert difference(begun, other.weights()) == 0
     report = row.round(jax.random.key(0))
@@ -176,21 +228,27 @@ def difference(ours, theirs):
     return max(np.max(np.abs(ours[name] - theirs[name])) for name in ours)
 
 
+TORCH_FORMS = ['pytorch', 'pytorch-channels-last', 'pytorch-compile', 'pytorch-vmap']
+RESNETS = {'resnet20_etf_batch': 'batch', 'resnet20_etf_group': 'group'}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('model', ['mlp', 'cnn', 'cnn_mcmahan'])
-@pytest.mark.parametrize('peer', ['fedjax', 'flower', 'pfl'])
+@pytest.mark.parametrize('model', ['mlp', 'cnn', 'cnn_mcmahan', *RESNETS])
+@pytest.mark.parametrize('peer', ['fedjax', 'flower', 'pfl', *TORCH_FORMS])
 def test_peers_compute_the_same_rounds(bench, tmp_path, peer, model):
-    # PEER_PYTHON='fedjax=/path/to/python flower=...' pytest -m slow tests/test_benchmarks.py
+    # PEER_PYTHON='fedjax=/path/to/python pytorch=...' pytest -m slow tests/test_benchmarks.py
     given = os.environ.get('PEER_PYTHON', '').split()
-    if not any(text.startswith(f'{peer}=') for text in given):
+    if not any(text.startswith(f'{peer.partition("-")[0]}=') for text in given):
         pytest.skip(f'no Python that has {peer} is named in PEER_PYTHON')
     sizes = ['--clients', '4', '--cohort', '3', '--samples', '8', '--batch-size', '8', '--epochs', '3']
-    workload = 'W4' if model == 'mlp' else 'W1'
-    args = bench.arguments(
-        ['--workload', workload, '--model', model, *sizes, '--compare', peer, '--peer-python', *given]
-    )
+    workload = ['--workload', 'W4' if model == 'mlp' else 'W1', '--model', model]
+    if model in RESNETS:
+        workload = ['--workload', 'W3', '--norm', RESNETS[model]]
+    args = bench.arguments([*workload, *sizes, '--torch-threads', '1', '--compare', peer, '--peer-python', *given])
     work = bench.settle(args)
     row = bench.Row(args, work, bench.load(args, work)[0], None, None)
+    if not bench.side_by_side.fit(peer, bench.pack(args, work, row, tmp_path / 'work.npz')):
+        pytest.skip(f'{peer} has no such workload')
     begun = bench.side_by_side.named(row.state.server.variables)
     (other,) = bench.start_peers(args, work, row, tmp_path / 'work.npz')
     for r in range(2):

@@ -11,7 +11,7 @@ import warnings
 import filelock
 import numpy as np
 import pytest
-from test_sources import SIZES, assert_same, write_archive
+from test_sources import SIZES, assert_same, prepares, write_archive
 
 from fedjax_nc.data import DatasetUnavailableError, load_dataset, sources
 
@@ -53,6 +53,7 @@ def load_often(folder, barrier, results):
             results.put((i, arrays, len(prepared), waits))
 
 
+@prepares
 def test_processes_that_start_together(archive, tmp_path):
     context = multiprocessing.get_context('spawn')
     for i in range(ROUNDS):
@@ -98,7 +99,7 @@ def stall(folder, started, where):
         load_dataset('cifar10', folder)
 
 
-@pytest.mark.parametrize('where', ['images', 'cache'])
+@pytest.mark.parametrize('where', [pytest.param('images', marks=prepares), 'cache'])
 def test_what_a_killed_process_leaves(archive, tmp_path, where):
     context = multiprocessing.get_context('spawn')
     started = context.Event()
@@ -124,6 +125,7 @@ def test_what_tfds_leaves_is_not_taken_for_finished(archive, tmp_path):
     assert_same(load_dataset('cifar10', tmp_path), archive)
 
 
+@prepares
 def test_waiting_is_said(archive, tmp_path):
     held = threading.Event()
 
@@ -171,6 +173,7 @@ def test_a_complete_folder_may_be_read_only(archive, tmp_path, request):
     assert caught[0].filename == __file__
 
 
+@prepares
 def test_an_incomplete_folder_must_be_writable(archive, tmp_path, unwritable):
     with pytest.raises(
         DatasetUnavailableError, match=r'cifar10 is not ready in.*Permission denied.*another `data_dir`'

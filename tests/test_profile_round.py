@@ -25,6 +25,7 @@ class Event(NamedTuple):
 
 class Line(NamedTuple):
     events: list[Event]
+    name: str = ''
 
 
 class Plane(NamedTuple):
@@ -127,15 +128,35 @@ def test_every_instant_goes_to_what_runs_in_it(script):
     assert (calls['dot.1'], calls['call.7']) == (1, 1)
 
 
-def test_a_devices_own_lines_are_preferred(script):
-    kernel = [Event('sm90_gemm', 120, 30, [('hlo_op', 'dot.1')]), Event('MemcpyD2D', 160, 10, [('hlo_op', 'copy.3')])]
+def gpu(script):
+    """A round on a GPU: a kernel of a known operation twice, a copy of none, and what the tracer itself cost."""
+    busy = [Event('sm90_gemm', at, 15, [('hlo_op', 'dot.1')]) for at in (120, 140)] + [Event('MemcpyD2D', 160, 10)]
     launch = [Event('dot.1', 101, 2, [('hlo_op', 'dot.1')])]
-    planes = [
-        Plane('/host:CPU', [Line([Event(script.ROUND, 100, 100)]), Line(launch)]),
-        Plane('/device:GPU:0', [Line(kernel)]),
+    device = [Line(busy, 'Stream #13(Kernel,MemcpyD2D)'), Line([Event('x', 170, 20)], 'CUPTI overhead')]
+    host = [Line([Event(script.ROUND, 100, 100)]), Line(launch)]
+    return Trace([Plane('/host:CPU', host), Plane('/device:GPU:0', device)])
+
+
+def test_a_devices_own_lines_are_preferred(script):
+    ((seconds, _),) = script.attribute(gpu(script), script.operations(PROGRAM))
+    assert seconds == pytest.approx({'dot.1': 30e-9, 'other operations': 10e-9, script.IDLE: 60e-9})
+
+
+def test_kernels_are_listed_by_their_own_names(script):
+    found = script.kernels.longest(gpu(script), 2)
+    assert [(k['name'], k['operation'], k['calls']) for k in found] == [
+        ('sm90_gemm', 'dot.1', 1),
+        ('MemcpyD2D', '', 0.5),
     ]
-    ((seconds, _),) = script.attribute(Trace(planes), script.operations(PROGRAM))
-    assert seconds == pytest.approx({'dot.1': 30e-9, script.IDLE: 70e-9})
+    assert [k['seconds'] for k in found] == pytest.approx([15e-9, 5e-9])
+    first = script.kernels.markdown([found[0] | {'name': 'a|b' * 40}], 5)[2]
+    assert first.count(r'\|') + 5 == first.count('|')  # a name does not make columns
+    assert len(first) < 120
+
+
+def test_a_trace_without_rounds_is_one_line(script):
+    with pytest.raises(ValueError, match=r'the trace has no rounds in it: .* try fewer --rounds'):
+        script.attribute(Trace([Plane('/host:CPU', [Line([Event('x', 1, 1)])])]), {})
 
 
 @pytest.mark.parametrize(

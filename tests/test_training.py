@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import toys
 
@@ -295,7 +296,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_left_where_it_is(data, tmp_path
         raise OSError(5, 'Input/output error')
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints.ocp.CheckpointManager, 'restore', fail)
+        patched.setattr(ocp.CheckpointManager, 'restore', fail)
         with pytest.raises(training.CheckpointError, match=r'checkpoints/2 cannot be read: .*try again'):
             files.restore(state, toys.KEY)
     assert len(files.restore(state, toys.KEY)[0]) == 2
@@ -308,8 +309,8 @@ def test_checkpoints_of_another_kind_are_not_called_damaged(data, tmp_path):
         run(data, 3, out=tmp_path, resume=True)
     old = checkpoints.Files(tmp_path / 'old')
     with old.manager() as manager:
-        manager.save(1, args=checkpoints.ocp.args.Composite(
-            run=checkpoints.ocp.args.JsonSave({'key': [0, 7], 'history': [{'round': 1}]})))  # fmt: skip
+        manager.save(1, args=ocp.args.Composite(
+            run=ocp.args.JsonSave({'key': [0, 7], 'history': [{'round': 1}]})))  # fmt: skip
     with pytest.raises(training.CheckpointError, match='of a version without checksums'):
         old.restore(begin(data), toys.KEY)
 
