@@ -215,6 +215,42 @@ def test_max_pool_equals_flax(shape, window, ties):
     np.testing.assert_array_equal(vmapped[1], want_back(g)[0])
 
 
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(('shape', 'window'), [((2, 3, 2, 3), 2), ((1, 2, 3, 2), 3)])
+def test_both_ways_to_spread_a_gradient_over_tiles_agree(shape, window, dtype):
+    g = normal(0, *shape).astype(dtype)
+    where = jnp.asarray(np.random.default_rng(1).integers(0, window**2, shape), jnp.uint8)
+    tiles, windows = layers._by_tiles(where, g, window), layers._by_windows(where, g, window)
+    assert tiles.dtype == windows.dtype == dtype
+    np.testing.assert_array_equal(tiles.astype(jnp.float32), windows.astype(jnp.float32))
+    chosen = jax.jit(jax.grad(lambda x: jnp.sum(layers.max_pool(x, window) * g)))
+    x = normal(2, shape[0], shape[1] * window, shape[2] * window, shape[3]).astype(dtype)
+    forms = [chosen.trace(x).lower(lowering_platforms=(platform,)).as_text() for platform in ('cpu', 'cuda', 'tpu')]
+    assert ['reduce_window' in form for form in forms] == [False, False, True]
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_pooling_before_bias_and_relu_gives_the_same(dtype):
+    x = normal(0, 3, 9, 8, 4)
+    early, late = layers.Conv(6, 3, pool=2, dtype=dtype), layers.Conv(6, 3, dtype=dtype)
+    variables = early.init(jax.random.key(0), x)
+    assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, late.init(jax.random.key(0), x))
+
+    def value(variables, x, pooled):
+        y = (
+            jax.nn.relu(early.apply(variables, x))
+            if pooled
+            else layers.max_pool(jax.nn.relu(late.apply(variables, x)), 2)
+        )
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+    (_, got), back = jax.value_and_grad(value, (0, 1), has_aux=True)(variables, x, True)
+    (_, want), want_back = jax.value_and_grad(value, (0, 1), has_aux=True)(variables, x, False)
+    np.testing.assert_array_equal(got, want)
+    if dtype == jnp.float32:  # in bfloat16 adding the bias makes ties
+        assert_close(jax.tree.leaves(back), jax.tree.leaves(want_back), 1e-5)
+
+
 def test_max_pool_shows_nan_and_keeps_the_type():
     x = jnp.zeros((1, 4, 4, 1), jnp.bfloat16).at[0, 1, 1, 0].set(jnp.nan)
     y = layers.max_pool(x, 2)
@@ -246,6 +282,28 @@ def test_batch_norm_equals_pytorch_on_the_real_rows(real):
         np.testing.assert_allclose(y[:real], want, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(new['mean'], 0.9 * old['mean'] + 0.1 * mean, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(new['var'], 0.9 * old['var'] + 0.1 * var * n / (n - 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('off', [0.0, 3.0, 300.0])
+def test_one_pass_over_values_far_from_zero_loses_no_digits_once_the_mean_is_known(off):
+    x = np.asarray(normal(0, 64, 6, 6, 2), np.float64) + off
+    want = (x - x.mean((0, 1, 2))) / np.sqrt(x.var((0, 1, 2)) + 1e-5)
+    norm = layers.BatchNorm()
+    variables = norm.init(jax.random.key(0), jnp.asarray(x, jnp.float32))
+    for _ in range(60):
+        y, new = norm.apply(variables, jnp.asarray(x, jnp.float32), mutable=['batch_stats'])
+        variables |= new
+    np.testing.assert_allclose(y, want, atol=1e-5 + off * 1e-6)
+    assert float(jnp.min(new['batch_stats']['var'])) > 0
+    first, _ = norm.apply(norm.init(jax.random.key(0), y), jnp.asarray(x, jnp.float32), mutable=['batch_stats'])
+    np.testing.assert_allclose(first, want, atol=1e-5 + off**2 * 1e-6)  # and few while it is not
+
+
+def test_a_constant_has_no_variance_below_zero():
+    x = jnp.full((64, 6, 6, 2), 1234.567)
+    y, new = layers.BatchNorm().apply(layers.BatchNorm().init(jax.random.key(0), x), x, mutable=['batch_stats'])
+    assert bool(jnp.all(jnp.isfinite(y)))
+    assert float(jnp.min(new['batch_stats']['var'])) >= 0
 
 
 def test_batch_norm_gradient_ignores_padding():
