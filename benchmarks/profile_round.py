@@ -7,7 +7,9 @@ Workloads and options are those of rounds_per_second.py; how to read the tables 
 Every instant of a round is given to the operations that run in it, in equal parts where several threads work on
 different ones. Where none does, it is the runtime's ("loops and scheduling") if a thread of the runtime is between two
 operations, and the host's if not. So the shares add up to the whole round. On a CPU the work that an operation hands to
-other threads counts as its own, until the last of them is done. GPUs are read by the same names; not yet tried.
+other threads counts as its own, until the last of them is done. On a GPU operations are those of its queues, and the
+kernels are listed by their own names, too (not yet tried on one). CUDA graphs hide which operation a kernel belongs to:
+XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off.
 """
 
 import argparse
@@ -24,10 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import kernels
 import results
 import rounds_per_second
-
-import fedjax_nc
 
 CATEGORIES = (
     'convolutions, forward',
@@ -58,7 +59,7 @@ SCOPES = {
     'server': 'server',
 }
 """Names that the library gives with `jax.named_scope` to what is its own."""
-RUNTIME, IDLE = CATEGORIES[-2:]
+UNKNOWN, RUNTIME, IDLE = CATEGORIES[-3:]
 ROUND = 'round of the profile'
 MOVES = {
     'bitcast', 'broadcast', 'concatenate', 'constant', 'copy', 'dynamic-slice', 'dynamic-update-slice',
@@ -132,8 +133,8 @@ class Step(NamedTuple):
     value: Any = None  # begin: instruction, RUNTIME or IDLE; ask and help: number of the task that others are asked for
 
 
-def steps(thread: int, events: Iterable[Any], ops: Container[str]) -> Iterator[Step]:
-    """What happens on one thread, in order."""
+def steps(thread: int, events: Iterable[Any], ops: Container[str], other: str | None = None) -> Iterator[Step]:
+    """What happens on one thread, in order. What is no operation counts as `other`, or not at all."""
     ends = list[float]()  # of what has begun; infinite for tasks, which end with an event of their own
     for event in sorted(events, key=lambda e: (e.start_ns, -e.duration_ns)):
         now, stats = event.start_ns, dict(event.stats)
@@ -152,7 +153,7 @@ def steps(thread: int, events: Iterable[Any], ops: Container[str]) -> Iterator[S
         elif event.duration_ns > 0:
             name = str(stats.get('hlo_op', event.name)).split('__')[0]  # oneDNN's calls carry its name too
             waits = IDLE if '(wait' in name else RUNTIME if name.startswith('ThunkExecutor') else None
-            if begun := name if name in ops else waits:
+            if begun := name if name in ops else waits or other:
                 ends.append(now + event.duration_ns)
                 yield Step(now, thread, 'begin', begun)
     yield from (Step(end, thread, 'end') for end in reversed(ends) if end < math.inf)
@@ -166,13 +167,20 @@ class Spent(NamedTuple):
 
 
 def attribute(trace: jax.profiler.ProfileData, ops: dict[str, Op]) -> list[Spent]:
-    """The rounds of a trace."""
-    lines = [(plane.name, list(line.events)) for plane in trace.planes for line in plane.lines]
-    marks = [event for _, events in lines for event in events if event.name == ROUND]
+    """The rounds of a trace.
+
+    Raises:
+      ValueError: if it has none.
+    """
+    lines = [list(line.events) for plane in trace.planes for line in plane.lines]
+    marks = [event for events in lines for event in events if event.name == ROUND]
+    if not marks:
+        raise ValueError('the trace has no rounds in it: the profiler was cut off, so try fewer --rounds')
     bounds = [Step(t, -1, 'bound') for t in sorted(t for e in marks for t in (e.start_ns, e.start_ns + e.duration_ns))]
-    on_device = [events for plane, events in lines if plane.startswith('/device:')]
-    threads = [steps(i, events, ops) for i, events in enumerate(on_device or [events for _, events in lines])]
-    work = {name for name, op in ops.items() if category(op) != RUNTIME}
+    queues = kernels.streams(trace)
+    other = UNKNOWN if queues else None  # a kernel is work, whatever it is for; on a CPU threads have other events, too
+    threads = [steps(i, events, ops, other) for i, events in enumerate(queues or lines)]
+    work = {UNKNOWN} | {name for name, op in ops.items() if category(op) != RUNTIME}
     rounds, running, before, timed = list[Spent](), dict[int, str](), 0.0, False
     stacks, asked = collections.defaultdict[int, list[str]](list), dict[int, str]()
     for now, thread, kind, value in heapq.merge(bounds, *threads, key=lambda step: step.time):
@@ -227,6 +235,8 @@ def profile(row: rounds_per_second.Row, rounds: int) -> dict[str, Any]:
              'shape': ops[name].shape, 'path': next(iter(ops[name].paths), '')}
             for name, spent in seconds.most_common() if name in ops
         ],
+        'kernels': kernels.longest(trace, rounds),
+        'note': kernels.NONE if jax.default_backend() == 'gpu' and not kernels.streams(trace) else '',
     }  # fmt: skip
 
 
@@ -248,6 +258,9 @@ def markdown(result: dict[str, Any], top: int) -> str:
         path = '/'.join(op['path'].split('/')[-3:])
         cells = (op['name'], op['shape'], path, f'{op["calls"]}', f'{1e3 * op["seconds"]:.3g}')
         lines.append(f'| {" | ".join(cells)} |')
+    if top and result['kernels']:
+        lines += ['', *kernels.markdown(result['kernels'], top)]
+    lines += ['', result['note']] if result['note'] else []
     versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items())
     return '\n'.join([*lines, '', f'{result["date"]}, {result["device"]}. {versions}.'])
 
@@ -262,7 +275,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     if args.compare:
         raise ValueError('a profile has no peers: leave --compare to rounds_per_second.py')
     work = rounds_per_second.settle(args)
-    rounds_per_second.prepare(max(count or 1 for count in args.devices))
+    rounds_per_second.prepare(max(count or 1 for count in args.devices), args.tf32)
     clients, source = rounds_per_second.load(args, work)
     made = []
     for each in itertools.product(args.conv, args.chunk, args.devices):
@@ -270,7 +283,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         made.append({
             'workload': args.workload, **work._asdict(), 'data': source, 'precision': args.precision,
             'date': datetime.date.today().isoformat(), 'device': results.device(),
-            'versions': {'fedjax_nc': fedjax_nc.__version__, 'jax': jax.__version__},
+            'versions': rounds_per_second.versions(args),
             **profile(row, args.rounds),
         })  # fmt: skip
         print(markdown(made[-1], own.top))

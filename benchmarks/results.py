@@ -16,19 +16,12 @@ def markdown(result: dict[str, Any]) -> str:
     )
     peers = result['peers']
     names = [
-        'form',
-        'chunk',
-        'devices',
-        's/round',
-        'median',
-        'samples/s',
-        'GFLOP/s',
-        'of matmul',
-        'padded',
-        'compile s',
-    ]
-    names += ['MiB']
-    table = [names + [f'{name} / ours' for name in peers], ['---'] * (len(names) + len(peers))]
+        'form', 'chunk', 'devices', 's/round', 'median', 'samples/s', 'GFLOP/s', 'of matmul', 'padded',
+        'compile s', 'MiB',
+    ]  # fmt: skip
+    torch = [name for name in peers if name.startswith('PyTorch')]
+    names += [f'{name} / ours' for name in peers] + (['fastest PyTorch / ours'] if len(torch) > 1 else [])
+    table = [names, ['---'] * len(names)]
     for row in result['rows']:
         cells = [
             row['conv'], row['chunk'], str(row['devices']),
@@ -37,17 +30,21 @@ def markdown(result: dict[str, Any]) -> str:
             f'{100 * row["share_of_matmul"]:.3g} %', f'{100 * row["padded_work"]:.0f} %',
             f'{row["compile_seconds"]:.2g}', f'{row["memory_bytes"] / 2**20:.0f}' if row['memory_bytes'] else '?',
         ]  # fmt: skip
-        table.append(cells + [f'{row["ratios"][name]:.2f}' for name in peers])
+        ratios = [row['ratios'][name] for name in peers]
+        ratios += [min(row['ratios'][name] for name in torch)] if len(torch) > 1 else []
+        table.append(cells + [f'{ratio:.2f}' for ratio in ratios])
     for name, peer in peers.items():
         speed = result['model_flops_per_round'] / peer['seconds_per_round']
         best, median = f'{peer["seconds_per_round"]:.4g}', f'{peer["median_seconds_per_round"]:.4g}'
         share = f'{100 * speed / result["matmul_flops_per_second"]:.3g} %'
-        table.append([name, '', '', best, median, '', f'{speed / 1e9:.3g}', share] + [''] * (3 + len(peers)))
+        cells = [name, '', '', best, median, '', f'{speed / 1e9:.3g}', share]
+        table.append(cells + [''] * (len(names) - len(cells)))
     on_device = f'{result["peak_device_bytes"] / 2**20:.0f} MiB on the device, ' if result['peak_device_bytes'] else ''
-    versions = '; '.join(
+    told = [
         ', '.join(f'{package} {version}' for package, version in versions.items())
         for versions in (result['versions'], *(peer['versions'] for peer in peers.values()))
-    )
+    ]
+    versions = '; '.join(dict.fromkeys(told))
     notes = (
         f'{result["date"]}, {result["device"]}. Matrix product {result["matmul_flops_per_second"] / 1e9:.4g} GFLOP/s. '
         f'Peak of all rows: {on_device}{result["peak_process_bytes"] / 2**20:.0f} MiB of the process. {versions}.'

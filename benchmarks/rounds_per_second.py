@@ -2,6 +2,7 @@
 
     python benchmarks/rounds_per_second.py --workload W1 --compare pytorch fedjax flower pfl --peer-python fedjax=PYTHON
     python benchmarks/rounds_per_second.py --workload W1 --conv patches sequential --chunk 1 5 20 --json w1.json
+    python benchmarks/rounds_per_second.py --workload W1 --compare pytorch pytorch-channels-last pytorch-compile
 The workloads and what the columns mean are explained in benchmarks/README.md.
 """
 
@@ -26,7 +27,7 @@ import side_by_side
 from workloads import CONVS, MODELS, SGD, WORKLOADS, Workload, algorithm, load, training_flops
 
 import fedjax_nc
-from fedjax_nc import devices, models, population, simulate
+from fedjax_nc import devices, population, simulate
 from fedjax_nc.base import FederatedData
 
 
@@ -68,6 +69,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--devices', type=count, nargs='+', default=[None], help='share a round; CPUs are cut up')
     parser.add_argument('--conv', choices=list(CONVS), nargs='+', default=[None], help="default: the library's choice")
     parser.add_argument('--precision', choices=['float32', 'bfloat16'], default='float32')
+    parser.add_argument(
+        '--tf32', choices=['on', 'off'], default='on',
+        help='whether NVIDIA GPUs may use it for float32, here and in PyTorch alike; other devices have none',
+    )  # fmt: skip
     parser.add_argument('--rounds', type=count, default=5, help='timed rounds of each row')
     parser.add_argument('--max-examples', type=count, help='use a part of the training set')
     parser.add_argument(
@@ -79,7 +84,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--compare', choices=peers, nargs='+', default=[], help='take turns with these')
     parser.add_argument(
         '--peer-python', type=interpreter, nargs='+', action='extend', default=[], metavar='PEER=PYTHON',
-        help='the Python that has a peer; default: this one',
+        help="the Python that has a peer, for pytorch with all its forms; default: this one",
     )  # fmt: skip
     parser.add_argument('--torch-threads', type=count, help="default: PyTorch's own; 1 is steadier on a busy machine")
     parser.add_argument('--json', type=Path, help='also write the results to this file')
@@ -99,12 +104,14 @@ def settle(args: argparse.Namespace) -> Workload:
     return work
 
 
-def prepare(count: int) -> None:
-    """Cuts the CPU up into devices, if that is what this process runs on."""
+def prepare(count: int, tf32: str = 'on') -> None:
+    """Cuts the CPU up into devices, if that is what this process runs on, and says how exact float32 is on a GPU."""
     if count > 1:
         jax.config.update('jax_num_cpu_devices', count)
     if len(jax.devices()) < count:
         raise ValueError(f'--devices {count}: there are {len(jax.devices())}')
+    if jax.default_backend() == 'gpu':
+        jax.config.update('jax_default_matmul_precision', 'default' if tf32 == 'on' else 'highest')
 
 
 def matmul_rate(a: jax.Array) -> float:
@@ -127,8 +134,7 @@ class Row:
             self.state = population.init(task, jax.random.key(0), clients, folder)
         else:
             self.state = simulate.init(task, jax.random.key(0), clients)
-        names = {fn: name for name, fn in CONVS.items()}
-        self.conv = '-' if work.model == 'mlp' else conv or f'{names[models.default_conv()]} (default)'
+        self.conv = '-' if work.model == 'mlp' else conv or 'by platform (default)'
         self.devices = count or 1
         mesh = None if count is None else devices.mesh(jax.devices()[:count])
         if mesh is not None:
@@ -177,6 +183,7 @@ def pack(args: argparse.Namespace, work: Workload, row: Row, path: Path) -> dict
         'algorithm': work.algorithm, 'model': work.model, 'norm': args.norm, 'widths': args.widths,
         'batch_size': work.batch_size, 'epochs': work.epochs, 'sgd': SGD, 'bfloat16': args.precision == 'bfloat16',
         'device': 'cuda' if jax.default_backend() == 'gpu' else 'cpu', 'threads': args.torch_threads,
+        'tf32': args.tf32 == 'on', 'equal': bool((row.data.size == row.data.size[0]).all()),
     }  # fmt: skip
     side_by_side.pack(path, row.data, row.state.server.variables, **settings)
     return settings
@@ -184,15 +191,27 @@ def pack(args: argparse.Namespace, work: Workload, row: Row, path: Path) -> dict
 
 def start_peers(args: argparse.Namespace, work: Workload, row: Row, path: Path) -> list[side_by_side.Peer]:
     """The peers asked for that can play this workload."""
-    settings, pythons = pack(args, work, row, path), dict(args.peer_python)
+    settings = pack(args, work, row, path)
     fit = [peer for peer in dict.fromkeys(args.compare) if side_by_side.fit(peer, settings)]
-    return [side_by_side.Peer(peer, pythons.get(peer, sys.executable), path) for peer in fit]
+    return [side_by_side.Peer(peer, python_of(peer, args), path) for peer in fit]
+
+
+def python_of(peer: str, args: argparse.Namespace) -> str:
+    """The interpreter that has a peer: named for itself, for its package, or this one."""
+    pythons = dict(args.peer_python)
+    return pythons.get(peer) or pythons.get(peer.partition('-')[0]) or sys.executable
+
+
+def versions(args: argparse.Namespace) -> dict[str, str]:
+    """Those of ours, and on a GPU whether float32 may be TF32 there."""
+    known = {'fedjax_nc': fedjax_nc.__version__, 'jax': jax.__version__, 'python': platform.python_version()}
+    return known | ({'tf32': args.tf32} if jax.default_backend() == 'gpu' else {})
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = arguments(argv)
     work = settle(args)
-    prepare(max(count or 1 for count in args.devices))
+    prepare(max(count or 1 for count in args.devices), args.tf32)
     clients, source = load(args, work)
     rows = [Row(args, work, clients, *each) for each in itertools.product(args.conv, args.chunk, args.devices)]
     n, rates = 2048 if jax.default_backend() == 'cpu' else 8192, list[float]()
@@ -218,7 +237,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         'rounds': args.rounds, 'seconds_per_round': table[0]['seconds_per_round'],
         'model_flops_per_round': flops * statistics.mean(rows[0].examples), 'matmul_flops_per_second': rate,
         'date': datetime.date.today().isoformat(), 'device': results.device(), 'backend': jax.default_backend(),
-        'versions': {'fedjax_nc': fedjax_nc.__version__, 'jax': jax.__version__, 'python': platform.python_version()},
+        'versions': versions(args),
         'peak_device_bytes': (jax.devices()[0].memory_stats() or {}).get('peak_bytes_in_use'),
         'peak_process_bytes': rss, 'rows': table, 'peers': {peer.name: peer.results() for peer in peers},
     }  # fmt: skip

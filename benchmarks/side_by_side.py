@@ -26,8 +26,13 @@ class Package(NamedTuple):
     install: str
 
 
+TORCH = 'pip install torch==2.13.0'
 PACKAGES = {
-    'pytorch': Package('PyTorch', 'pip install torch==2.13.0'),
+    'pytorch': Package('PyTorch', TORCH),
+    'pytorch-channels-last': Package('PyTorch channels-last', TORCH),
+    'pytorch-compile': Package('PyTorch compiled', TORCH),
+    'pytorch-graphs': Package('PyTorch CUDA graphs', TORCH),
+    'pytorch-vmap': Package('PyTorch vmap', TORCH),
     'fedjax': Package('FedJAX', 'pip install fedjax==0.0.17 jax==0.5.3 jaxlib==0.5.3 dm-haiku==0.0.17 optax==0.2.8'),
     'flower': Package('Flower', "pip install 'flwr[simulation]==1.41.0' torch==2.13.0"),
     'pfl': Package('pfl-research', "pip install 'pfl[pytorch]==0.6.0' torch==2.13.0"),
@@ -40,11 +45,17 @@ def named(v: Variables) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator='/'): np.array(leaf) for path, leaf in leaves}
 
 
+def form(peer: str) -> str:
+    """Which way of PyTorch is meant: '' for the plain one, and for other packages."""
+    return peer.partition('-')[2]
+
+
 def pack(path: Path, data: FederatedData, start: Variables, **settings: Any) -> None:
     """Writes what every worker reads.
 
     Settings: algorithm, model, norm, widths, batch_size, epochs, sgd (lr, momentum, weight_decay), bfloat16, device
-    ('cpu' or 'cuda') and threads (None for the peer's own choice).
+    ('cpu' or 'cuda'), tf32 (whether NVIDIA GPUs may use it for float32) and threads (None for the peer's own choice).
+    Whether all clients are of one size is added to them.
     """
     arrays = {name: np.asarray(array) for name, array in data._asdict().items()}
     np.savez(path, **arrays, **named(start), settings=json.dumps(settings))
@@ -53,11 +64,18 @@ def pack(path: Path, data: FederatedData, start: Variables, **settings: Any) -> 
 def fit(peer: str, settings: dict[str, Any]) -> bool:
     """Whether a peer has this workload; if not, a line on standard error says so."""
     common = settings['algorithm'] == 'fedavg' and settings['model'] != 'resnet20'
-    if peer == 'pytorch' or (common and not settings['bfloat16'] and settings['device'] == 'cpu'):
-        return True
-    only = 'on a CPU, in float32, with FedAvg of mlp, cnn or cnn_mcmahan only'
-    print(f'Not compared with {PACKAGES[peer].name}: it takes part {only}', file=sys.stderr)
-    return False
+    why = ''
+    if peer == 'pytorch-graphs' and settings['device'] == 'cpu':
+        why = 'it needs an NVIDIA GPU'
+    elif peer == 'pytorch-vmap' and not settings['equal']:
+        why = 'it takes part with clients of one size only (--samples)'
+    elif peer == 'pytorch-vmap' and settings['model'] == 'resnet20' and settings['norm'] == 'batch':
+        why = 'it cannot move the statistics of BatchNorm (--norm group)'
+    elif not peer.startswith('pytorch') and (not common or settings['bfloat16'] or settings['device'] != 'cpu'):
+        why = 'it takes part on a CPU, in float32, with FedAvg of mlp, cnn or cnn_mcmahan only'
+    if why:
+        print(f'Not compared with {PACKAGES[peer].name}: {why}', file=sys.stderr)
+    return not why
 
 
 class Peer:
@@ -68,14 +86,14 @@ class Peer:
         self.seconds = list[float]()
         self.log = tempfile.TemporaryFile('w+')  # noqa: SIM115  (as long as the process)
         self.process: subprocess.Popen[str] | None = None
-        script = folder / f'{peer}_worker.py'
+        script = folder / f'{peer.partition("-")[0]}_worker.py'
         try:
             self.process = subprocess.Popen(
                 [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
             )
         except OSError as problem:
             self.leave_out(str(problem))
-        self.versions: dict[str, Any] = self.ask(workload=str(workload)).get('versions', {})
+        self.versions: dict[str, Any] = self.ask(workload=str(workload), form=form(peer)).get('versions', {})
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """The worker's answer; none once it has failed."""

@@ -3,13 +3,15 @@
 A worker is a script in this folder, run by a Python that has the peer's package. It reads one JSON object a line and
 answers each with one. Whatever libraries print goes to standard error.
 
-    {"workload": "work.npz"}   ->  {"ready": true, "versions": {...}}
+    {"workload": "work.npz"}   ->  {"ready": true, "versions": {...}}   "form" may say which way of the peer is meant
     {"ids": [3, 14, 15]}       ->  {"seconds": 0.92}   one round with these clients
     {"save": "weights.npz"}    ->  {"saved": true}     the server's weights, named and laid out as they came
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -52,12 +54,16 @@ def load(path: str) -> Workload:
 
 
 class Channel:
-    """The lines from and to the benchmark. The first one is read at once: it names the workload."""
+    """The lines from and to the benchmark. The first one is read at once: it names the workload and the form."""
 
     def __init__(self) -> None:
+        if sys.platform == 'linux':  # a benchmark that is killed takes a worker with it, whatever that is busy with
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         self.answers = os.fdopen(os.dup(1), 'w')
         os.dup2(2, 1)
-        self.path: str = next(self.commands())['workload']
+        first = next(self.commands())
+        self.path: str = first['workload']
+        self.form: str = first.get('form', '')
 
     def commands(self) -> Iterator[dict[str, Any]]:
         for line in sys.stdin:

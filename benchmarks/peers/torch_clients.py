@@ -1,9 +1,9 @@
 """What the peers made of PyTorch share: the networks, and one client's training as one writes it by hand.
 
-Eager mode and default settings: NCHW, `torch.nn`, `torch.optim.SGD`. Data stay on the device as bytes.
+Eager mode and default settings: NCHW, `torch.nn`, `torch.optim.SGD`. Data stay on the device as bytes. Whether NVIDIA
+GPUs may use TF32 is told by the workload, because the defaults of PyTorch and JAX differ.
 """
 
-import contextlib
 import functools
 import itertools
 import math
@@ -142,6 +142,8 @@ class Clients:
             )
         if s['threads']:
             torch.set_num_threads(s['threads'])
+        if s['device'] == 'cuda':
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = s['tf32']
         self.device, self.settings = s['device'], s
         self.x = torch.from_numpy(np.array(work.x.transpose(0, 3, 1, 2), order='C')).to(self.device)
         self.y = torch.from_numpy(work.y.astype(np.int64)).to(self.device)
@@ -151,21 +153,32 @@ class Clients:
         self.prior = torch.from_numpy(prior).to(self.device) if s['algorithm'] == 'fedetf' else None
         self.net = Net(work).to(self.device)
         self.versions = {'torch': torch.__version__, 'torch_threads': torch.get_num_threads()}
+        if s['device'] == 'cuda':
+            allowed = torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+            self.versions |= {'tf32': 'on' if allowed else 'off'}
 
     def train(self, client: int) -> None:
         """Trains `net` on one client's examples."""
-        rows, s, prior = self.rows[client], self.settings, None if self.prior is None else self.prior[client]
-        opt = torch.optim.SGD(self.net.parameters(), **s['sgd'])
-        cast = torch.autocast(self.device, torch.bfloat16) if s['bfloat16'] else contextlib.nullcontext()
-        for _ in range(s['epochs']):
+        rows, prior = self.rows[client], None if self.prior is None else self.prior[client]
+        opt = self.optimizer()
+        for _ in range(self.settings['epochs']):
             order = rows[torch.randperm(len(rows), device=self.device)]
-            for picked in order.split(s['batch_size']):
-                opt.zero_grad()
-                with cast:
-                    logits = self.net(self.x[picked])
-                logits = logits.float() if prior is None else logits.float() + prior
-                F.cross_entropy(logits, self.y[picked]).backward()
-                opt.step()
+            for picked in order.split(self.settings['batch_size']):
+                self.step(opt, picked, prior)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """A client's, with momentum of zero."""
+        return torch.optim.SGD(self.net.parameters(), **self.settings['sgd'])
+
+    def step(self, opt: torch.optim.Optimizer, picked: Tensor, prior: Tensor | None) -> None:
+        opt.zero_grad()
+        self.loss(self.x[picked], self.y[picked], prior).backward()
+        opt.step()
+
+    def loss(self, x: Tensor, y: Tensor, prior: Tensor | None) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.settings['bfloat16']):
+            logits = self.net(x)
+        return F.cross_entropy(logits.float() if prior is None else logits.float() + prior, y)
 
 
 @functools.cache
