@@ -27,7 +27,7 @@ import side_by_side
 from workloads import CONVS, MODELS, SGD, WORKLOADS, Workload, algorithm, load, training_flops
 
 import fedjax_nc
-from fedjax_nc import devices, population, simulate
+from fedjax_nc import devices, population, simulate, tuning
 from fedjax_nc.base import FederatedData
 
 
@@ -68,6 +68,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--chunk', type=count, nargs='+', default=[None], help="default: the library's choice")
     parser.add_argument('--devices', type=count, nargs='+', default=[None], help='share a round; CPUs are cut up')
     parser.add_argument('--conv', choices=list(CONVS), nargs='+', default=[None], help="default: the library's choice")
+    parser.add_argument('--tune', action='store_true', help='measure forms and chunks first, and add the fastest')
     parser.add_argument('--precision', choices=['float32', 'bfloat16'], default='float32')
     parser.add_argument(
         '--tf32', choices=['on', 'off'], default='on',
@@ -208,12 +209,27 @@ def versions(args: argparse.Namespace) -> dict[str, str]:
     return known | ({'tf32': args.tf32} if jax.default_backend() == 'gpu' else {})
 
 
+def tuned(args: argparse.Namespace, work: Workload, clients: FederatedData) -> tuple[str | None, int | None]:
+    """Form and chunk that are the fastest here, as far as a part of a round tells."""
+    names = {fn: name for name, fn in CONVS.items()}
+    choices = tuning.candidates(work.cohort, convolutions=work.model != 'mlp')
+    found = tuning.fastest(
+        lambda conv: algorithm(args, work, None if conv is None else names[conv]), clients,
+        [choice for choice in choices if choice.rounds_per_call == 1], cohort=work.cohort,
+        show=lambda line: print(f'tuning: {line}', file=sys.stderr),
+    )  # fmt: skip
+    return found.choice.conv, found.choice.chunk
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = arguments(argv)
     work = settle(args)
     prepare(max(count or 1 for count in args.devices), args.tf32)
     clients, source = load(args, work)
-    rows = [Row(args, work, clients, *each) for each in itertools.product(args.conv, args.chunk, args.devices)]
+    wanted = list(itertools.product(args.conv, args.chunk, args.devices))
+    if args.tune:
+        wanted.append((*tuned(args, work, clients), None))
+    rows = [Row(args, work, clients, *each) for each in wanted]
     n, rates = 2048 if jax.default_backend() == 'cpu' else 8192, list[float]()
     square = jax.random.normal(jax.random.key(0), (n, n), jnp.float32).astype(args.precision)
     with contextlib.ExitStack() as stack:

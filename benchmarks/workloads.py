@@ -9,20 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import data, heads, local, losses, models
+from fedjax_nc import data, heads, local, losses, models, tuning
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Algorithm, FederatedData
 from fedjax_nc.experiments import recipes
 from fedjax_nc.objective import objective
 
 MODELS = {'mlp': models.MLP, 'cnn': models.CNN, 'cnn_mcmahan': models.McMahanCNN, 'resnet20': models.ResNet20}
-CONVS = {
-    'native': models.conv_native,
-    'grouped': models.conv_grouped,
-    'patches': models.conv_patches,
-    'sequential': models.conv_sequential,
-    'onednn': models.conv_onednn,
-}
+CONVS = tuning.FORMS
 SGD = {'lr': 0.02, 'momentum': 0.9, 'weight_decay': 5e-4}
 
 

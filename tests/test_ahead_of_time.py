@@ -202,7 +202,7 @@ def test_the_busiest_of_several_devices(estimates):
     [
         (['--target', 'moon'], "'moon' is neither h100 nor a TPU topology"),
         (['--workload', 'W9'], "invalid choice: 'W9'"),
-        (['--conv', 'fast'], "'fast' is not one of default, native"),
+        (['--conv', 'fast'], "'fast' is not one of default, by_platform"),
         (['--chunk', '0'], "'0' is not a whole number of at least 1"),
         (['--python', 'gpu=python'], "'gpu=python' is not KIND=PYTHON with one of tpu, cuda"),
     ],
