@@ -387,7 +387,8 @@ def test_wrong_or_missing_onednn_is_noticed(monkeypatch):
     def refuse(*args, **how):
         raise NotImplementedError
 
-    assert onednn._right(jnp.dtype('float32')) == onednn.available(jnp.dtype('float32'))
+    # Not the other way round: versions that were not checked are not used, even where this one convolution is right.
+    assert onednn._right(jnp.dtype('float32')) or not onednn.available(jnp.dtype('float32'))
     for broken in (refuse, lambda x, k, **how: jnp.zeros((2, 3, 7, 16))):
         monkeypatch.setattr(onednn, '_call', broken)
         assert not onednn._right(jnp.dtype('float32'))
