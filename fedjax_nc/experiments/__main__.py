@@ -42,6 +42,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         sub.add_argument('--keep', type=Path, help='a folder for copies of results without checkpoints, and the report')
         sub.add_argument('--target', type=command.number(float, 0, 100), help='accuracy in %% to count rounds to')
     run.add_argument('--one-by-one', action='store_true', help='no program for several seeds of small runs')
+    run.add_argument('--tune', action='store_true', help='first measure how the rounds of each run are fastest here')
     run.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
     return parser.parse_args(argv)
 
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         print(described(chosen))
         return
     if args.task == 'run':
-        busy = runner.carry_out(chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one)
+        busy = runner.carry_out(chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one, tune=args.tune)
         for run in busy:
             print(f'{run.label}: another process has it in hand')
     if args.keep:

@@ -29,6 +29,7 @@ def carry_out(
     *,
     data_dir: str | Path | None = None,
     together: bool = True,
+    tune: bool = False,
     show: bool = True,
 ) -> list[Run]:
     """Runs all of a study that is missing, seed by seed. It may be killed and called again.
@@ -44,6 +45,7 @@ def carry_out(
       out: folder of all runs and reports.
       data_dir: where data sets lie or are put.
       together: whether small runs that differ in their seed alone are trained by one program, see `seeds`.
+      tune: whether each run that is begun alone first measures how its rounds are fastest, see `pipeline.run`.
       show: whether lines and bars are shown.
 
     Returns:
@@ -69,7 +71,7 @@ def carry_out(
                     missing.append(run)
             begun = time.perf_counter()
             try:
-                found = perform(ours, out, data_dir, show and progress.live())
+                found = perform(ours, out, data_dir, tune, show and progress.live())
             except training.CheckpointError as error:  # of one run: others can go on
                 warnings.warn(f'{where(ours[0], out)}: {error}; this run is left out', stacklevel=2)
                 missing += ours
@@ -92,7 +94,9 @@ def alike(run: Run, left: Sequence[Run], out: str | Path) -> list[Run]:
     ][: seeds.MOST]
 
 
-def perform(runs: Sequence[Run], out: str | Path, data_dir: str | Path | None, show: bool) -> dict[str, dict[str, Any]]:
+def perform(
+    runs: Sequence[Run], out: str | Path, data_dir: str | Path | None, tune: bool, show: bool
+) -> dict[str, dict[str, Any]]:
     """Carries out runs that go together, and returns their summaries by name; one that diverged says so."""
     found: dict[str, dict[str, Any]] = {}
     fresh = []
@@ -112,7 +116,9 @@ def perform(runs: Sequence[Run], out: str | Path, data_dir: str | Path | None, s
         if isinstance(run.setting, Geometry):
             return {run.setting.name: geometry.run(run.setting, where(run, out))}
         try:
-            result = pipeline.run(run.setting, where(run, out), data_dir=data_dir, resume=True, progress=show)
+            result = pipeline.run(
+                run.setting, where(run, out), data_dir=data_dir, resume=True, tune=tune, progress=show
+            )
         except training.DivergedError as error:
             result = diverged(run, out, error)
         found[run.setting.name] = result
