@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from fedjax_nc.experiments import __main__ as shell
-from fedjax_nc.experiments import command, study
+from fedjax_nc.experiments import command, pipeline, study
 
 FRAMES = """
 title = "Frames"
@@ -96,6 +96,20 @@ def test_run_goes_on_and_report_tells_it_again(frames, tmp_path, capsys):
     assert (tmp_path / 'out' / 'frames' / 'report.md').read_text() in told.out
     shell.main(['run', str(frames), '--scale', 'small', *out])
     assert 'frames: 0 of 2 runs to do' in capsys.readouterr().err
+
+
+def test_runs_of_a_study_may_be_tuned(tmp_path, monkeypatch):
+    asked = []
+
+    def run(setting, out, **how):
+        asked.append(how['tune'])
+        raise ValueError('enough')
+
+    monkeypatch.setattr(pipeline, 'run', run)
+    for flags in ([], ['--tune']):
+        with pytest.raises(ValueError, match='enough'):
+            shell.main(['run', 'ccvr_1', '--scale', 'reduced', '--rows', 'FedAvg', '--out', str(tmp_path), *flags])
+    assert asked == [False, True]
 
 
 def test_results_are_copied_without_checkpoints(frames, tmp_path, capsys):
