@@ -148,5 +148,10 @@ def test_a_run_may_be_tuned_and_goes_on_as_it_began(tmp_path, monkeypatch):
     more = command.main([*args, '--out', str(tmp_path / 'tuned'), '--resume'])
     assert more['rounds'] == 3
     assert json.loads((tmp_path / 'tuned' / 'config.json').read_text())['tuned'] == config['tuned']
+    command.main([*args, '--out', str(tmp_path / 'plain'), '--resume', '--tune'])  # nor of a run begun without
+    assert 'tuned' not in json.loads((tmp_path / 'plain' / 'config.json').read_text())
+    args[3] = '4'
+    command.main([*args, '--out', str(tmp_path / 'tuned'), '--resume', '--clients-per-chunk', '1'])
+    assert json.loads((tmp_path / 'tuned' / 'config.json').read_text())['tuned'] == {**config['tuned'], 'chunk': 1}
     with pytest.raises(ValueError, match='--tune measures one device'):
         command.main([*args, '--tune', '--devices', '2'])

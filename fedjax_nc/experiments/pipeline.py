@@ -96,8 +96,12 @@ def run(
 def chosen(setting: Setting, scene: Scene, out: Path, chunk: int | None, tune: bool, show: bool) -> tuning.Choice:
     """How rounds are to be computed: as until now if the run goes on, else what is asked for or fastest here."""
     path = out / 'config.json'
-    if path.exists() and (before := known(path).get('tuned')):
-        return tuning.Choice(**before)
+    if path.exists():  # another form would be another algorithm to its checkpoints
+        try:
+            before = tuning.Choice(**known(path).get('tuned', {}))
+        except TypeError as error:
+            raise ValueError(f'{path} is damaged: choose another directory') from error
+        return before if chunk is None else before._replace(chunk=chunk)
     if not tune:
         return tuning.Choice(chunk=chunk)
     choices = tuning.candidates(setting.cohort or setting.clients, convolutions=setting.model != 'mlp')

@@ -134,7 +134,7 @@ def _right(dtype: jnp.dtype) -> bool:
     try:  # compiled ahead of its call, because the first caller may be tracing
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
         ours, theirs = jax.jit(both, in_shardings=cpu, out_shardings=cpu).lower(x, k).compile()(x, k)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError):
+    except RuntimeError:  # as well if jax has no CPU here
         return False
     return bool(np.array_equal(ours, theirs))  # small whole numbers: every sum is exact
 
