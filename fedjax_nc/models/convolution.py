@@ -24,8 +24,11 @@ Strides = tuple[int, int]
 
 LAYOUT = ('NHWC', 'HWIO', 'NHWC')
 NO_PADS = ((0, 0), (0, 0))
-IMAGES = 16  # handled together in a kernel gradient; measured
-CHANNELS = 32  # from which on oneDNN is the faster one for kernel gradients; measured
+# Measured, for gradients of kernels:
+IMAGES = 16  # handled together by XLA
+FLOATS = 2**17  # of images handled together by oneDNN
+PIECES = 16  # at most, because each has to be compiled
+CHANNELS = 16  # of the images, from which on oneDNN is the faster one
 # YNNPACK keeps everything but single convolutions, which XLA's older code does up to twice as fast in this layout.
 _YNN = {
     'xla_cpu_experimental_ynn_fusion_type': ','.join(
@@ -242,34 +245,25 @@ def _grouped_kernel_gradient(x: Array, g: Array, geometry: Geometry) -> Array:
 # By convolutions in the one layout that is fast in loops, for CPUs
 
 
-def _run(
-    x: Array,
-    kernel: Array,
-    strides: Strides,
-    pads: Pads,
-    precision: Any,
-    library: bool,
-    *,
-    dilation: Strides = (1, 1),
-    dtype: jnp.dtype | None = None,
-) -> Array:
-    dtype = dtype or x.dtype
+def _run(x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any, library: bool) -> Array:
     by = onednn.convolution if library else onednn.portable
 
-    @jax.custom_batching.custom_vmap
     def run(x: Array, kernel: Array) -> Array:
-        return by(x, kernel, strides, pads, dilation, dtype, precision)
+        return by(x, kernel, strides, pads, (1, 1), x.dtype, precision)
 
-    @run.def_vmap
+    @jax.custom_batching.custom_vmap
+    def shared(x: Array, kernel: Array) -> Array:
+        return run(x, kernel)
+
+    @shared.def_vmap
     def _(size: int, batched: Sequence[bool], x: Array, kernel: Array) -> tuple[Array, bool]:
         if not batched[1]:  # shared weights: the clients' images are one batch
-            y = run(x.reshape(-1, *x.shape[2:]), kernel)
+            y = shared(x.reshape(-1, *x.shape[2:]), kernel)
             return y.reshape(size, -1, *y.shape[1:]), True
-        if not batched[0]:
-            return lax.map(lambda k: run(x, k), kernel), True
-        return lax.map(lambda pair: run(*pair), (x, kernel)), True
+        lanes = jax.vmap(_one_by_one(run), in_axes=[0 if b else None for b in batched])
+        return lanes(x, kernel), True
 
-    return run(x, kernel)
+    return shared(x, kernel)
 
 
 def _stored(x: Array, geometry: Geometry) -> Array:
@@ -281,10 +275,9 @@ def _stored(x: Array, geometry: Geometry) -> Array:
     return x if geometry.kernel[:2] == (1, 1) else x / jnp.sign(jnp.abs(x) + 1)
 
 
-def _padded(x: Array, pads: Sequence[tuple[int, int]], strides: Strides) -> Array:
-    """Zeros around the images, fewer pixels where negative, and `stride - 1` zeros between pixels."""
-    sides = [(*pad, stride - 1) for pad, stride in zip(pads, strides, strict=True)]
-    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *sides, (0, 0, 0)))
+def _padded(x: Array, pads: Sequence[tuple[int, int]]) -> Array:
+    """Zeros around the images, fewer pixels where negative."""
+    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pad, 0) for pad in pads), (0, 0, 0)))
 
 
 def _spare(geometry: Geometry) -> list[int]:
@@ -311,33 +304,96 @@ def _looped_input_gradient(g: Array, kernel: Array, geometry: Geometry, library:
     if geometry.kernel[:2] == (1, 1):
         x = jax.ShapeDtypeStruct(geometry.image, g.dtype)
         return jax.linear_transpose(lambda x: _product(x, kernel, geometry), x)(g)[0]
-    spare, strides, wide = _spare(geometry), geometry.strides, g
+    if geometry.strides != (1, 1):
+        return _strided_input_gradient(g, kernel, geometry, library)
+    spare, wide = _spare(geometry), g
     ends: Any = tuple((geometry.kernel[d] - 1 - geometry.pads[d][0], geometry.kernel[d] - 1 - spare[d]) for d in (0, 1))
-    if strides != (1, 1) or min(map(min, ends)) < 0:
-        wide, ends = _padded(g, ends, strides), NO_PADS
+    if min(map(min, ends)) < 0:
+        wide, ends = _padded(g, ends), NO_PADS
     return _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), ends, geometry.precision, library)
 
 
-def _looped_kernel_gradient(x: Array, g: Array, geometry: Geometry, library: bool) -> Array:
-    """The same window sum with channels in the place of the batch and g as the kernel.
+def _strided_input_gradient(g: Array, kernel: Array, geometry: Geometry, library: bool) -> Array:
+    """The same without the zeros that a stride leaves between windows.
 
-    A few images at a time, because in a transposed copy of many the neighbours lie too far apart for the cache.
+    Counted from the upper end of the padding, the pixels `stride * q + r` of one remainder r collect from the windows
+    q, q - 1, ... by every `stride`-th row of the kernel: the remainders are output channels of one convolution over g.
     """
+    (down, across), (height, width, inputs, outputs) = geometry.strides, geometry.kernel
+    rows, cols = -(-height // down), -(-width // across)
+    apart = lax.pad(
+        kernel,
+        jnp.zeros((), kernel.dtype),
+        ((0, rows * down - height, 0), (0, cols * across - width, 0), (0, 0, 0), (0, 0, 0)),
+    )
+    apart = apart.reshape(rows, down, cols, across, inputs, outputs)[::-1, :, ::-1].transpose(0, 2, 5, 1, 3, 4)
+    apart = apart.reshape(rows, cols, outputs, down * across * inputs)
+    lows = geometry.pads[0][0], geometry.pads[1][0]
+    sides = [-(-(geometry.image[d + 1] + lows[d]) // geometry.strides[d]) for d in (0, 1)]
+    ends: Any = (rows - 1, sides[0] - g.shape[1]), (cols - 1, sides[1] - g.shape[2])
+    if min(map(min, ends)) < 0:
+        g, ends = _padded(g, ends), NO_PADS
+    y = _run(g, apart, (1, 1), ends, geometry.precision, library)
+    y = y.reshape(-1, *sides, down, across, inputs).transpose(0, 1, 3, 2, 4, 5)
+    y = y.reshape(-1, sides[0] * down, sides[1] * across, inputs)
+    return y[:, lows[0] : lows[0] + geometry.image[1], lows[1] : lows[1] + geometry.image[2]]
+
+
+def _looped_kernel_gradient(x: Array, g: Array, geometry: Geometry, library: bool) -> Array:
+    """The same window sum with images in the place of channels and g as the kernel."""
     if geometry.kernel[:2] == (1, 1):
         kernel = jax.ShapeDtypeStruct(geometry.kernel, x.dtype)
         return jax.linear_transpose(lambda kernel: _product(x, kernel, geometry), kernel)(g)[0]
-    spare = _spare(geometry)
-    ends: Any = tuple((geometry.pads[d][0], spare[d]) for d in (0, 1))
+    ends: Any = tuple((geometry.pads[d][0], spare) for d, spare in enumerate(_spare(geometry)))
     if min(map(min, ends)) < 0:
-        x, ends = _padded(x, ends, (1, 1)), NO_PADS
-    library = library and geometry.kernel[2] >= CHANNELS
-    dk = jnp.zeros((), jnp.float32)
-    some = max(IMAGES, -(-len(x) // 16))  # at most 16 pieces, each of which has to be compiled
+        x, ends = _padded(x, ends), NO_PADS
+    how = {'strides': geometry.strides, 'pads': ends, 'precision': geometry.precision}
+    if library and geometry.kernel[2] >= CHANNELS:
+        sums = functools.partial(onednn.either, _sums_by_library, _sums_by_xla, **how)
+    else:
+        sums = functools.partial(_sums_by_xla, **how)
+    return _one_by_one(sums)(x, g).astype(x.dtype)
+
+
+def _sums_by_library(x: Array, g: Array, *, strides: Strides, pads: Pads, precision: Any) -> Array:
+    """Sums [h, w, I, O] in float32 over all windows: a convolution in three dimensions, the last of which are channels.
+
+    So every product that it consists of has all of them in its rows. A few images at a time fill the cache.
+    """
+    dk, some = jnp.zeros((), jnp.float32), max(FLOATS // x[0].size, -(-len(x) // PIECES))
+    for at in range(0, len(x), some):
+        images, windows = x[at : at + some].transpose(1, 2, 3, 0), g[at : at + some].transpose(1, 2, 0, 3)
+        dk += onednn.call(
+            images[None], windows[:, :, None], (1, 1, 1), (*pads, (0, 0)), (*strides, 1), jnp.dtype(jnp.float32)
+        )[0]
+    return dk
+
+
+def _sums_by_xla(x: Array, g: Array, *, strides: Strides, pads: Pads, precision: Any) -> Array:
+    """The same with channels in the place of the batch, a few images at a time.
+
+    In a transposed copy of many the neighbours lie too far apart for the cache.
+    """
+    dk, some = jnp.zeros((), jnp.float32), max(IMAGES, -(-len(x) // PIECES))
     for at in range(0, len(x), some):
         images, windows = x[at : at + some].transpose(3, 1, 2, 0), g[at : at + some].transpose(1, 2, 0, 3)
-        exact = jnp.dtype(jnp.float32)
-        dk += _run(images, windows, (1, 1), ends, geometry.precision, library, dilation=geometry.strides, dtype=exact)
-    return dk.transpose(1, 2, 0, 3).astype(x.dtype)
+        dk += onednn.portable(images, windows, (1, 1), pads, strides, jnp.dtype(jnp.float32), precision)
+    return dk.transpose(1, 2, 0, 3)
+
+
+def _one_by_one(function: Callable[..., Array]) -> Callable[..., Array]:
+    """`function`, for whose lanes `vmap` calls it one after the other."""
+    called = jax.custom_batching.custom_vmap(function)
+
+    @called.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[Array, bool]:
+        def one(lane: list[Array]) -> Array:
+            own = iter(lane)
+            return called(*(next(own) if b else u for u, b in zip(arrays, batched, strict=True)))
+
+        return lax.map(one, [u for u, b in zip(arrays, batched, strict=True) if b]), True
+
+    return called
 
 
 def _in_loops(library: bool) -> Form:

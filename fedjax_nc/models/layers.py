@@ -188,12 +188,14 @@ def _normalise(x: Array, keep: Array, scale: Array, bias: Array, near: Array) ->
 def _normalise_forward(
     x: Array, keep: Array, scale: Array, bias: Array, near: Array
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    values, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
+    values, image = x.astype(jnp.float32), tuple(range(1, x.ndim - 1))
     n = jnp.sum(keep, dtype=jnp.float32) * math.prod(x.shape[1:-1])
     kept = keep.reshape(-1, *[1] * (x.ndim - 1))
-    apart = jnp.where(kept, values - near, 0)
-    first, second = (jnp.sum(u, axes) / jnp.maximum(n, 1) for u in (apart, apart**2))
-    mean, var = near + first, jnp.maximum(second - first**2, 0)
+    # Rows are left out after the sums over their images, and the two sums share nothing: so no array as large as x
+    # comes between it and them.
+    sums = jnp.sum(values, image), jnp.sum((values - near) ** 2, image)
+    mean, second = (jnp.sum(jnp.where(keep[:, None], u, 0), 0) / jnp.maximum(n, 1) for u in sums)
+    var = jnp.maximum(second - jnp.where(n > 0, mean - near, 0) ** 2, 0)
     inverse = lax.rsqrt(var + EPS)
     y = (values - mean) * (inverse * scale) + bias
     return (y, mean, var, n), (x, kept, scale, mean, inverse, n)
@@ -204,9 +206,12 @@ def _normalise_backward(
 ) -> tuple[Array, None, Array, Array, None]:
     x, kept, scale, mean, inverse, n = residual
     g, axes = gradients[0], tuple(range(x.ndim - 1))
-    unit = (x.astype(jnp.float32) - mean) * inverse
-    d_bias, d_scale = jnp.sum(g, axes), jnp.sum(g * unit, axes)
-    through = (d_bias + unit * d_scale) / jnp.maximum(n, 1)  # by way of the moments, which only kept rows enter
+    values = x.astype(jnp.float32)
+    d_bias, d_scale = jnp.sum(g, axes), -jnp.sum(g * (mean - values), axes) * inverse
+    apart = values - mean
+    through = (d_bias + apart * (inverse * d_scale)) / jnp.maximum(
+        n, 1
+    )  # by way of the moments, which only kept rows enter
     dx = (g - jnp.where(kept, through, 0)) * (inverse * scale)
     return dx.astype(x.dtype), None, d_scale, d_bias, None
 

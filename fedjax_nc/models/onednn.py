@@ -9,7 +9,7 @@ other machines, XLA computes the same.
 import functools
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +32,24 @@ Pair = tuple[int, int]
 def portable(
     x: Array,
     kernel: Array,
-    strides: Pair,
+    strides: Sequence[int],
     pads: Sequence[Pair],
-    dilation: Pair,
+    dilation: Sequence[int],
     dtype: jnp.dtype,
     precision: Any = None,
 ) -> Array:
     """What `convolution` computes, by XLA: images [B, H, W, I] and a kernel [h, w, I, O] to [B, h', w', O] of `dtype`.
 
-    Sums are kept in float32.
+    Or with one more dimension, `[B, D, H, W, I]` and `[d, h, w, I, O]`. Sums are kept in float32.
     """
+    space = 'DHW'[3 - len(strides) :]
     y = lax.conv_general_dilated(
         x,
         kernel,
         strides,
         pads,
         rhs_dilation=dilation,
-        dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+        dimension_numbers=(f'N{space}C', f'{space}IO', f'N{space}C'),
         precision=precision,
         preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
     )
@@ -58,33 +59,46 @@ def portable(
 def convolution(
     x: Array,
     kernel: Array,
-    strides: Pair,
+    strides: Sequence[int],
     pads: Sequence[Pair],
-    dilation: Pair,
+    dilation: Sequence[int],
     dtype: jnp.dtype,
     precision: Any = None,
 ) -> Array:
-    """`portable` by oneDNN, where a program is compiled for this machine's CPU and oneDNN can be used; else by XLA.
+    """`portable`, by oneDNN where it can be used. Neither `vmap` nor gradients are defined: `conv_onednn` adds them."""
+    how = {'strides': tuple(strides), 'pads': tuple(pads), 'dilation': tuple(dilation), 'dtype': dtype}
+    return either(call, portable, x, kernel, **how, precision=precision)
 
-    That is decided when a program is lowered: what `jax.export` writes has to run anywhere. Neither `vmap` nor
-    gradients are defined: `convolution.conv_onednn` adds them.
+
+def either(library: Callable[..., Array], otherwise: Callable[..., Array], *arrays: Array, **how: Any) -> Array:
+    """`library(*arrays, **how)` where a program is compiled for this machine's CPU and oneDNN can be used.
+
+    Else `otherwise(*arrays, **how)`. That is decided when a program is lowered: what `jax.export` writes has to run
+    anywhere. Both are functions of a module and give the same shape; `how` is hashable. The first array's type decides
+    whether oneDNN can be used. Neither `vmap` nor gradients are defined.
     """
-    return convolution_p.bind(
-        x, kernel, strides=strides, pads=pads, dilation=dilation, dtype=dtype, precision=precision
-    )
+    return either_p.bind(*arrays, library=library, otherwise=otherwise, how=tuple(how.items()))
 
 
-def _call(
-    x: Array, kernel: Array, *, strides: Pair, pads: Sequence[Pair], dilation: Pair, dtype: jnp.dtype, precision: Any
+def call(
+    x: Array,
+    kernel: Array,
+    strides: Sequence[int],
+    pads: Sequence[Pair],
+    dilation: Sequence[int],
+    dtype: jnp.dtype,
+    precision: Any = None,
 ) -> Array:
-    """The call into oneDNN itself, for the CPU of this machine."""
-    data = {'dims': 4, 'data': {'batch_dim': 0, 'feature_dim': 3, 'spatial_dims': [1, 2]}}
+    """The call into oneDNN itself, for the CPU of this machine, in two or three dimensions; inside `either` alone."""
+    space = range(x.ndim - 2)
+    data = {'batch_dim': 0, 'feature_dim': x.ndim - 1, 'spatial_dims': [d + 1 for d in space]}
+    windows = {'input_feature_dim': x.ndim - 2, 'output_feature_dim': x.ndim - 1, 'spatial_dims': list(space)}
     description = {
-        'dims': 4,
+        'dims': x.ndim,
         'feature_groups': 1,
-        'input': data,
-        'output': data,
-        'kernel': {'dims': 4, 'filter': {'input_feature_dim': 2, 'output_feature_dim': 3, 'spatial_dims': [0, 1]}},
+        'input': {'dims': x.ndim, 'data': data},
+        'output': {'dims': x.ndim, 'data': data},
+        'kernel': {'dims': x.ndim, 'filter': windows},
         'window': {
             'pad_left': [p[0] for p in pads],
             'pad_right': [p[1] for p in pads],
@@ -92,16 +106,14 @@ def _call(
             'window_dilations': dilation,
         },
     }
-    sides = [
-        (x.shape[d + 1] + sum(pads[d]) - (kernel.shape[d] - 1) * dilation[d] - 1) // strides[d] + 1 for d in (0, 1)
-    ]
-    call = jax.ffi.ffi_call(
+    sides = [(x.shape[d + 1] + sum(pads[d]) - (kernel.shape[d] - 1) * dilation[d] - 1) // strides[d] + 1 for d in space]
+    by = jax.ffi.ffi_call(
         '__onednn$convolution',
-        jax.ShapeDtypeStruct((x.shape[0], *sides, kernel.shape[3]), dtype),
+        jax.ShapeDtypeStruct((x.shape[0], *sides, kernel.shape[-1]), dtype),
         custom_call_api_version=2,
         legacy_backend_config=json.dumps({'onednn_conv_config': description}),
     )
-    return call(x, kernel)
+    return by(x, kernel)
 
 
 @functools.cache
@@ -122,41 +134,50 @@ def _has(feature: str) -> bool:
 
 
 def _right(dtype: jnp.dtype) -> bool:
-    """Compares one small convolution with XLA's."""
+    """Compares small convolutions in two and three dimensions with XLA's."""
     rng = np.random.default_rng(0)
-    x, k = (rng.integers(-4, 5, shape).astype(dtype) for shape in ((2, 7, 6, 16), (3, 2, 16, 16)))
-    strides, pads, dilation, exact = (2, 1), ((1, 0), (2, 1)), (1, 2), jnp.dtype(jnp.float32)
+    shapes = ((2, 7, 6, 16), (3, 2, 16, 16)), ((1, 5, 6, 16, 8), (4, 2, 1, 8, 16))
+    arrays = [[rng.integers(-4, 5, shape).astype(dtype) for shape in pair] for pair in shapes]
+    hows = ((2, 1), ((1, 0), (2, 1)), (1, 2)), ((1, 1, 1), ((1, 1), (1, 0), (0, 0)), (1, 2, 1))
+    exact = jnp.dtype(jnp.float32)
 
-    def both(x: Array, k: Array) -> tuple[Array, Array]:
-        theirs = portable(x.astype(exact), k.astype(exact), strides, pads, dilation, exact)
-        return _call(x, k, strides=strides, pads=pads, dilation=dilation, dtype=exact, precision=None), theirs
+    def both(arrays: list[list[Array]]) -> list[tuple[Array, Array]]:
+        return [
+            (call(x, kernel, *how, exact), portable(x.astype(exact), kernel.astype(exact), *how, exact))
+            for (x, kernel), how in zip(arrays, hows, strict=True)
+        ]
 
     try:  # compiled ahead of its call, because the first caller may be tracing
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
-        ours, theirs = jax.jit(both, in_shardings=cpu, out_shardings=cpu).lower(x, k).compile()(x, k)
+        results = jax.jit(both, in_shardings=cpu, out_shardings=cpu).lower(arrays).compile()(arrays)
     except RuntimeError:  # as well if jax has no CPU here
         return False
-    return bool(np.array_equal(ours, theirs))  # small whole numbers: every sum is exact
+    return all(np.array_equal(ours, theirs) for ours, theirs in results)  # small whole numbers: every sum is exact
 
 
-def _lowered(context: Any, x: Any, kernel: Any, **how: Any) -> Any:
+def _lowered(context: Any, *arrays: Any, library: Any, otherwise: Any, how: Any) -> Any:
     exported = context.module_context.lowering_parameters.for_export
     here = not exported and available(context.avals_in[0].dtype)
-    return mlir.lower_fun(_call if here else portable, multiple_results=False)(context, x, kernel, **how)
+    chosen = functools.partial(library if here else otherwise, **dict(how))
+    return mlir.lower_fun(chosen, multiple_results=False)(context, *arrays)
 
 
-def _shape(x: core.ShapedArray, kernel: core.ShapedArray, **how: Any) -> core.ShapedArray:
-    y = jax.eval_shape(functools.partial(portable, **how), x, kernel)
+def _otherwise(*arrays: Array, library: Any, otherwise: Any, how: Any) -> Array:
+    return otherwise(*arrays, **dict(how))
+
+
+def _shape(*arrays: core.ShapedArray, **chosen: Any) -> core.ShapedArray:
+    y = jax.eval_shape(functools.partial(_otherwise, **chosen), *arrays)
     return core.ShapedArray(y.shape, y.dtype)
 
 
 @functools.cache
-def _compiled(**how: Any) -> Any:
-    return jax.jit(functools.partial(convolution_p.bind, **how))
+def _compiled(**chosen: Any) -> Any:
+    return jax.jit(functools.partial(either_p.bind, **chosen))
 
 
-convolution_p = Primitive('onednn_convolution')
-convolution_p.def_abstract_eval(_shape)
-convolution_p.def_impl(lambda x, kernel, **how: _compiled(**how)(x, kernel))
-mlir.register_lowering(convolution_p, mlir.lower_fun(portable, multiple_results=False))
-mlir.register_lowering(convolution_p, _lowered, platform='cpu')
+either_p = Primitive('onednn_or_xla')
+either_p.def_abstract_eval(_shape)
+either_p.def_impl(lambda *arrays, **chosen: _compiled(**chosen)(*arrays))
+mlir.register_lowering(either_p, mlir.lower_fun(_otherwise, multiple_results=False))
+mlir.register_lowering(either_p, _lowered, platform='cpu')
