@@ -65,6 +65,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument('--samples', type=count, help='examples per client')
     parser.add_argument('--batch-size', type=count)
     parser.add_argument('--epochs', type=count, help='local epochs')
+    parser.add_argument('--tails', type=count, nargs='+', help='smaller batches for what full ones leave over')
     parser.add_argument('--chunk', type=count, nargs='+', default=[None], help="default: the library's choice")
     parser.add_argument('--devices', type=count, nargs='+', default=[None], help='share a round; CPUs are cut up')
     parser.add_argument('--conv', choices=list(CONVS), nargs='+', default=[None], help="default: the library's choice")

@@ -4,6 +4,8 @@ Loops run as often as this client's own size asks, so that `vmap` over clients c
 nothing needs to be compiled again when sizes change. They cannot be differentiated in reverse.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,14 +21,20 @@ ClientOptimizer = Callable[[Array], optax.GradientTransformation]
 
 
 class Plan(NamedTuple):
-    """How much local work a client does. Both are part of the compiled shapes."""
+    """How much local work a client does. All of it is part of the compiled shapes.
+
+    What full batches leave over of a pass is a batch too, padded to the smallest of `tails` that holds it, or to a full
+    one. Results are the same up to the order of sums; each further size is compiled, and saves padding where clients
+    run one at a time (side by side, lanes wait for every size that one of them needs).
+    """
 
     batch_size: int = 128
     epochs: int = 3
+    tails: tuple[int, ...] = ()
 
 
 def checked(name: str, plan: Plan) -> None:
-    """Refuses what is no plan of whole numbers of at least 1.
+    """Refuses what is no plan of whole numbers of at least 1, or has tails that are not ascending below a full batch.
 
     Raises:
       ValueError: for all else.
@@ -35,6 +43,12 @@ def checked(name: str, plan: Plan) -> None:
         raise ValueError(f'{name} must be a local.Plan(batch_size, epochs), not {checks.shown(plan)}')
     checks.whole(f'batch_size of {name}', plan.batch_size)
     checks.whole(f'epochs of {name}', plan.epochs)
+    if not isinstance(plan.tails, tuple):
+        raise ValueError(f'tails of {name} must be a tuple of batch sizes, not {checks.shown(plan.tails)}')
+    for tail, larger in itertools.pairwise((*plan.tails, plan.batch_size)):
+        checks.whole(f'each of the tails of {name}', tail)
+        if tail >= larger:
+            raise ValueError(f'tails of {name} must ascend below batch_size {plan.batch_size}: {plan.tails}')
 
 
 class Trained(NamedTuple):
@@ -105,15 +119,17 @@ def full_batches(rows: Array, batch_size: int) -> Array:
     return jnp.pad(rows, (0, -len(rows) % batch_size))
 
 
-def batch_at(step: Array, rows: Array, shard: Shard, batch_size: int, key: Array | None = None) -> Batch:
-    """The examples `step * batch_size + [0, batch_size)` of `rows`, of which the client owns the first ones.
+def batch_at(
+    step: Array, rows: Array, shard: Shard, batch_size: int, key: Array | None = None, width: int | None = None
+) -> Batch:
+    """The examples `step * batch_size + [0, width)` of `rows`, of which the client owns the first ones.
 
     Those past its size are masked, and are copies of the first: what is masked is computed all the same, and because
-    `0 * nan` is not 0, a row of somebody else's would reach gradients.
+    `0 * nan` is not 0, a row of somebody else's would reach gradients. By default the width is a full batch.
     """
-    start = step * batch_size
-    mask = start + jnp.arange(batch_size) < shard.size
-    picked = jnp.where(mask, jax.lax.dynamic_slice(rows, (start,), (batch_size,)), rows[0])
+    start, width = step * batch_size, width or batch_size
+    mask = start + jnp.arange(width) < shard.size
+    picked = jnp.where(mask, jax.lax.dynamic_slice(rows, (start,), (width,)), rows[0])
     with jax.named_scope('gather'):
         x, y = shard.x[picked], shard.y[picked]
     return Batch(x, y, mask, shard.counts, key)
@@ -151,28 +167,35 @@ def local_sgd(
     if plan.epochs * (shard.index.shape[0] + plan.batch_size) >= 2**31:
         raise ValueError(f'{plan.epochs} local epochs are more examples than can be counted: take fewer')
     b = min(plan.batch_size, shard.index.shape[0])
-    steps = -(-shard.size // b)
+    steps, rest = -(-shard.size // b), shard.size % b
+    tails = tuple(tail for tail in plan.tails if tail < b)
+    fits = [(low < rest) & (rest <= tail) for low, tail in zip((0, *tails), tails, strict=False)]
+    full = steps - sum(fits)  # batches of the widest kind
     gradient = jax.value_and_grad(loss, has_aux=True)
 
     def epoch(e: Array, carry: Tree) -> Tree:
         k_order, k_batch = jax.random.split(jax.random.fold_in(key, e))
         rows = shuffled(k_order, shard, b)
 
-        def step(s: Array, carry: Tree) -> Tree:
+        def step(width: int, s: Array, carry: Tree) -> Tree:
             params, stats, opt_state, total = carry
-            batch = batch_at(s, rows, shard, b, jax.random.fold_in(k_batch, s))
+            batch = batch_at(s, rows, shard, b, jax.random.fold_in(k_batch, s), width)
             (value, stats), grads = gradient(params, stats, batch)
             with jax.named_scope('optimizer'):
                 updates, opt_state = opt.update(grads, opt_state, params)
                 params = optax.apply_updates(params, updates)
             return params, stats, opt_state, total + value * jnp.sum(batch.mask)
 
-        return jax.lax.fori_loop(0, steps, step, carry)
+        carry = jax.lax.fori_loop(0, full, functools.partial(step, b), carry)
+        for tail, fit in zip(tails, fits, strict=True):
+            carry = jax.lax.fori_loop(full, full + fit, functools.partial(step, tail), carry)
+        return carry
 
     start = (params, stats, opt.init(params) if opt_state is None else opt_state, jnp.float32(0))
     params, stats, opt_state, total = jax.lax.fori_loop(0, plan.epochs, epoch, start)
     examples = plan.epochs * shard.size
-    info = Info(total / jnp.maximum(examples, 1), plan.epochs * steps, examples, plan.epochs * steps * b)
+    slots = full * b + sum(tail * fit for tail, fit in zip(tails, fits, strict=True))
+    info = Info(total / jnp.maximum(examples, 1), plan.epochs * steps, examples, plan.epochs * slots)
     return Trained(params, stats, opt_state, info)
 
 

@@ -8,8 +8,11 @@ import optax
 import pytest
 import toys
 
-from fedjax_nc import local
+from fedjax_nc import heads, local, losses, models, simulate
+from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Batch
+from fedjax_nc.data import federate, images
+from fedjax_nc.objective import objective
 
 
 def loss(params, stats, batch):
@@ -54,6 +57,43 @@ def test_equals_a_loop_over_real_examples(data, start, k):
     n, b = int(data.size[k]), toys.PLAN.batch_size
     steps = 2 * -(-n // b)
     assert (int(got.info.steps), int(got.info.examples), int(got.info.slots)) == (steps, 2 * n, steps * b)
+
+
+@pytest.mark.parametrize('tails', [(1,), (2, 3), (3,)])
+def test_tails_change_padding_and_nothing_else(data, start, tails):
+    b = toys.PLAN.batch_size
+    short = toys.PLAN._replace(tails=tails)
+    ids, seen = jnp.arange(8), set()
+    together = jax.jit(jax.vmap(lambda i: train(toys.KEY, start, data.shard(i), short)))(ids)
+    for k in range(8):
+        want = jax.jit(train)(toys.KEY, start, data.shard(k))
+        got = jax.jit(lambda shard: train(toys.KEY, start, shard, short))(data.shard(k))
+        for found in (got, jax.tree.map(lambda u, k=k: u[k], together)):
+            toys.same(found.params, want.params, atol=1e-6)
+            toys.same(found.info.loss, want.info.loss, atol=1e-6)
+            assert found.info[1:3] == want.info[1:3]
+            n = int(data.size[k])
+            rest = min([0, *tails, b], key=lambda width: (width < n % b, width))
+            seen.add(rest)
+            assert int(found.info.slots) == toys.PLAN.epochs * (n // b * b + rest)
+    assert len(seen) > 1
+
+
+def test_tails_leave_augmentation_and_batch_statistics_alone():
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (23, 8, 8, 3), np.uint8), rng.integers(0, 4, 23).astype(np.int32)
+    clients = federate(x, y, [np.arange(13), np.arange(13, 23)], 4)
+    preprocess = images.pipeline(crop=1, flip=True)
+    body = models.ResNet(widths=(4, 8), blocks=(1, 1), norm='batch')
+    task = objective(models.from_flax(body, preprocess), heads.linear(), losses.cross_entropy)
+    ends = []
+    for tails in ((), (4, 6)):
+        algorithm = fedavg.algorithm(task, local.sgd(0.1), plan=local.Plan(8, 2, tails))
+        state = simulate.init(algorithm, toys.KEY, clients)
+        ends.append(simulate.compiled(simulate.make_round(algorithm, chunk=1))(toys.KEY, state, clients))
+    toys.same(ends[1][0], ends[0][0], atol=1e-5)
+    assert float(ends[0][1].padded_work) == pytest.approx(1 - 23 / 32, abs=1e-6)
+    assert float(ends[1][1].padded_work) == pytest.approx(1 - 23 / (8 + 6 + 8 + 4), abs=1e-6)
 
 
 def test_vmapped_clients_of_different_length_equal_single_ones(data, start):
@@ -121,6 +161,12 @@ def test_sizes_do_not_recompile(data, start):
 def test_plan_without_work_is_refused(data, start, plan):
     with pytest.raises(ValueError, match=r'at least 1|take fewer'):
         train(toys.KEY, start, data.shard(0), plan)
+
+
+@pytest.mark.parametrize('tails', [(16,), (8, 4), (0,), (2.5,), [4], (4, 4)])
+def test_tails_that_cannot_be_are_refused(data, start, tails):
+    with pytest.raises(ValueError, match='tails of plan'):
+        train(toys.KEY, start, data.shard(0), local.Plan(16, 1, tails))
 
 
 def test_negative_rates_are_refused():
