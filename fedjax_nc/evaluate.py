@@ -118,6 +118,7 @@ def square(counts: Array) -> None:
         raise ValueError(f'a table of counts has the shape [..., C, C], not {shape}: see generic and per_client')
 
 
+@jax.jit
 def accuracy(counts: Array) -> Array:
     """Share of correct predictions of tables `[..., C, C]`; 0 for an empty table."""
     square(counts)
@@ -125,6 +126,7 @@ def accuracy(counts: Array) -> Array:
     return jnp.trace(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
 
 
+@jax.jit
 def class_accuracy(counts: Array) -> Array:
     """Accuracy of each true class, `[..., C, C] -> [..., C]`; 0 for a class without examples."""
     square(counts)
@@ -132,6 +134,7 @@ def class_accuracy(counts: Array) -> Array:
     return jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
 
 
+@jax.jit
 def weighted_accuracy(counts: Array, weights: Array) -> Array:
     """Class accuracies weighted by `weights [..., C]` over the classes that the table holds: `[..., C, C] -> [...]`.
 
@@ -157,13 +160,13 @@ def by_class(name: str, values: Array, counts: Array) -> None:
     )
 
 
+@jax.jit
 def groups(counts: Array) -> Array:
     """Whether a class has many (0), medium (1) or few (2) training examples: `[..., C] -> [..., C]` int32.
 
     From the largest class down, 'many' are those up to the one with which three quarters of the examples are reached,
     'medium' those up to 95 %, as in FedLoGe (Xiao et al., ICLR 2024). Rows of [K, C] counts are grouped each by itself.
     """
-    counts = jnp.asarray(counts)
     order = jnp.argsort(-counts, axis=-1)
     ordered = jnp.take_along_axis(counts, order, axis=-1)
     before = jnp.cumsum(ordered, axis=-1) - ordered
@@ -177,6 +180,7 @@ def by_group(values: Array, groups: Array) -> Array:
     return jnp.sum(values[..., None] * jax.nn.one_hot(groups, 3, dtype=values.dtype), axis=-2)
 
 
+@jax.jit
 def group_accuracy(counts: Array, groups: Array) -> Array:
     """Accuracy of tables `[..., C, C]` over the test examples of each of `groups [..., C]`: `[..., 3]`, 0 without any.
 
@@ -189,6 +193,7 @@ def group_accuracy(counts: Array, groups: Array) -> Array:
     return hits / jnp.maximum(by_group(jnp.sum(counts, axis=-1), groups), 1).astype(jnp.float32)
 
 
+@jax.jit
 def class_f1(counts: Array) -> Array:
     """F1 score of each class, `[..., C, C] -> [..., C]`: `2 hits / (examples + predictions)`; 0 without either."""
     square(counts)
@@ -196,6 +201,7 @@ def class_f1(counts: Array) -> Array:
     return 2.0 * jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(met, 1).astype(jnp.float32)
 
 
+@jax.jit
 def macro_f1(counts: Array) -> Array:
     """Mean F1 score over the classes that a table holds or predicts: `[..., C, C] -> [...]`."""
     square(counts)
@@ -203,6 +209,7 @@ def macro_f1(counts: Array) -> Array:
     return jnp.sum(class_f1(counts), axis=-1) / jnp.maximum(jnp.sum(met, axis=-1), 1)
 
 
+@jax.jit
 def weighted_f1(counts: Array) -> Array:
     """Mean F1 score weighted by the examples of each true class: `[..., C, C] -> [...]`."""
     square(counts)
@@ -218,6 +225,7 @@ class Over(NamedTuple):
     std: Array  # of the population
 
 
+@jax.jit
 def over(values: Array, weight: Array) -> Over:
     """Sums up `values [K, ...]` over clients; those of weight 0, or False, are left out, whatever their value.
 
@@ -244,6 +252,7 @@ class OverClients(NamedTuple):
     low: Array  # 10th percentile
 
 
+@jax.jit
 def over_clients(counts: Array) -> OverClients:
     """Sums up tables [K, C, C] of all clients."""
     square(counts)
@@ -251,4 +260,5 @@ def over_clients(counts: Array) -> OverClients:
     tested = jnp.sum(counts, axis=(-2, -1)) > 0
     values = accuracy(counts)
     low = jnp.nanpercentile(jnp.where(tested, values, jnp.nan), 10)
-    return OverClients(*over(values, tested), accuracy(jnp.sum(counts, axis=0)), low)
+    mean, std = over(values, tested)
+    return OverClients(mean, std, accuracy(jnp.sum(counts, axis=0)), low)

@@ -56,6 +56,7 @@ def run(
     eval_last: int = 5,
     out: str | Path | None = None,
     checkpoint_every: int | None = None,
+    checkpoint_pause: float = 0.0,
     resume: bool = False,
     memory_limit: float | None = None,
     on_round: OnRound | None = None,
@@ -86,6 +87,8 @@ def run(
       out: directory for `metrics.jsonl`, `metrics.csv` and `checkpoints/`; nothing is written without it. The run holds
         it as long as it lasts.
       checkpoint_every: rounds between checkpoints; by default as often as evaluation. The last state is always saved.
+      checkpoint_pause: seconds at least between two checkpoints, for rounds that take less time than saving them. Not
+        with several processes, whose clocks differ.
       resume: continue from the newest checkpoint in `out`, or begin if there is none. A damaged one is put aside, with
         a warning, and the one before it taken.
       memory_limit: bytes that a round may take, as for `footprint.check`; `math.inf` for no limit.
@@ -112,6 +115,9 @@ def run(
     for what, number in numbers.items():
         checks.whole(what, number)
     checks.whole('eval_last', eval_last, 0)
+    checks.number('checkpoint_pause', checkpoint_pause)
+    if checkpoint_pause and jax.process_count() > 1:
+        raise ValueError('with several processes leave checkpoint_pause at 0: all of them save together')
     if resume and out is None:
         raise ValueError('resume needs the directory of the run: pass out=')
     checks.key('key', key)
@@ -129,6 +135,7 @@ def run(
     def due(round: int) -> bool:
         return evaluated(round) or round % every == 0
 
+    saved = -math.inf
     with holding(Path(out)) if out is not None else contextlib.nullcontext():
         files = None if out is None else Files(Path(out), about(algorithm, data, cohort))
         history, state = ([], state) if files is None else begun(files, state, key, rounds, resume)
@@ -151,8 +158,10 @@ def run(
                 history += new
                 if files is not None:
                     files.log(new)
-                    if stop % every == 0 or stop == rounds:
+                    rested = time.monotonic() - saved >= checkpoint_pause
+                    if stop == rounds or (stop % every == 0 and rested):
                         files.save(stop, state, key, history)
+                        saved = time.monotonic()
                 if on_round is not None:
                     for row in new:
                         on_round(row, state)

@@ -65,6 +65,13 @@ def without_time(history):
     return [{k: v for k, v in row.items() if k != 'seconds'} for row in history]
 
 
+def test_a_pause_between_checkpoints_leaves_out_all_but_the_first_and_the_last(data, tmp_path):
+    run(data, 4, out=tmp_path, checkpoint_pause=1e6)
+    assert sorted(path.name for path in (tmp_path / 'checkpoints').iterdir() if path.name.isdigit()) == ['1', '4']
+    with pytest.raises(ValueError, match='checkpoint_pause must not be negative'):
+        run(data, 4, checkpoint_pause=-1.0)
+
+
 def test_rounds_are_those_of_the_engine(data, whole):
     state, step = begin(data), jax.jit(simulate.make_round(algorithm, cohort=4))
     for t in range(5):

@@ -23,8 +23,11 @@ def stage(algorithm: Algorithm, chunk: int | None) -> Callable[..., tuple[State,
 
 @functools.lru_cache(maxsize=8)
 def first(algorithm: Algorithm) -> Callable[[Array, FederatedData], State]:
-    """`simulate.init` as one program: it is many small ones otherwise, and each has to be compiled."""
-    return jax.jit(functools.partial(simulate.init, algorithm))
+    """`simulate.init` as one program: it is many small ones otherwise, and each has to be compiled.
+
+    It runs once, so that half of what the compiler could do for its speed would not be repaid.
+    """
+    return jax.jit(functools.partial(simulate.init, algorithm), compiler_options={'xla_backend_optimization_level': 1})
 
 
 class Measures:

@@ -19,6 +19,7 @@ from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.scene import Scene, build, load
 from fedjax_nc.experiments.setting import KEPT, Setting
 
+PAUSE = 10.0  # seconds between checkpoints, each of which takes about a tenth
 FREE = ('rounds', 'eval_every')  # what may differ when a run is resumed
 
 
@@ -86,7 +87,7 @@ def run(
                 recipe.train, measure.k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort,
                 chunk=choice.chunk, mesh=mesh, rounds_per_call=choice.rounds_per_call, evaluate=evaluated,
                 eval_every=setting.eval_every, eval_last=setting.eval_last, out=out, resume=resume,
-                on_round=on_round, progress=progress, name=setting.algorithm,
+                checkpoint_pause=PAUSE if jax.process_count() == 1 else 0, on_round=on_round, progress=progress, name=setting.algorithm,
             )  # fmt: skip
         if mesh is not None:
             done = done._replace(state=jax.tree.map(jnp.asarray, jax.device_get(done.state)))

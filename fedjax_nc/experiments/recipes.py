@@ -26,7 +26,8 @@ from fedjax_nc.objective import objective, transformed
 
 def join(stage: Algorithm, key: Array, state: State, data: FederatedData) -> State:
     """How most stages begin: with the server's model alone."""
-    return simulate.join(stage, key, state.server, data.num_clients)
+    joined = functools.partial(simulate.join, stage, num_clients=data.num_clients)
+    return jax.jit(joined)(key, server=state.server)  # one program to compile, and not one for each shape
 
 
 class Recipe(NamedTuple):
