@@ -22,7 +22,7 @@ def build(conv):
 
 def rows(lanes, cap):
     """Batch rows of a round of all clients, by hand."""
-    batch, epochs = toys.PLAN
+    batch, epochs, _ = toys.PLAN
     needed = sorted((epochs * -(-min(n, cap) // batch) * batch for n in SIZES), reverse=True)
     needed += [0] * (-len(needed) % lanes)
     return lanes * sum(max(needed[i : i + lanes]) for i in range(0, len(needed), lanes))
