@@ -110,7 +110,8 @@ def test_time_that_is_over_is_no_fault_of_the_row(rows, tmp_path, monkeypatch, c
 
 
 KILLED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells keep from what they start in the background
 sys.path.insert(0, {folder!r})
 import accelerator
 accelerator.ROWS = [accelerator.Row('a', 'W1', form, '5') for form in ('good', 'slow')]

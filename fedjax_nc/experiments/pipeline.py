@@ -87,7 +87,8 @@ def run(
                 recipe.train, measure.k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort,
                 chunk=choice.chunk, mesh=mesh, rounds_per_call=choice.rounds_per_call, evaluate=evaluated,
                 eval_every=setting.eval_every, eval_last=setting.eval_last, out=out, resume=resume,
-                checkpoint_pause=PAUSE if jax.process_count() == 1 else 0, on_round=on_round, progress=progress, name=setting.algorithm,
+                checkpoint_pause=PAUSE if jax.process_count() == 1 else 0, on_round=on_round, progress=progress,
+                name=setting.algorithm,
             )  # fmt: skip
         if mesh is not None:
             done = done._replace(state=jax.tree.map(jnp.asarray, jax.device_get(done.state)))
