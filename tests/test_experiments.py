@@ -164,6 +164,15 @@ def test_a_run_begun_before_there_were_choices_is_resumed(tmp_path):
         pipeline.settle(dataclasses.replace(setting, head='etf'), tmp_path, resume=True)
 
 
+@pytest.mark.parametrize('head', ['bare_etf', 'unbiased'])
+def test_a_memory_is_measured_against_frozen_and_learned_classes(head, tmp_path):
+    setting = Setting(**SMALL, algorithm='fedetf_gmv', head=head, options={'warm': 0, 'collect': 0}, personal='own')
+    pipeline.run(setting, tmp_path, progress=False)
+    rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert all(row['memory_norm'] > 0 and np.isfinite(row['memory_margin']) for row in rows[1:])
+    assert 'global_accuracy' in json.loads((tmp_path / 'summary.json').read_text())
+
+
 def test_a_run_with_memory_is_not_made_longer(tmp_path):
     """When its memory begins depends on how many rounds there will be."""
     for name, refused in (('fedetf_gmv', True), ('fedavg', False)):

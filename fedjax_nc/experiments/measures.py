@@ -81,7 +81,8 @@ class Measures:
             seen['accuracy_trained'] = evaluate.accuracy(self.table(self.recipe.train, state))
         v = state.server.variables
         if 'memory' in v.fixed:
-            strength = memory.strength(v.fixed['memory'], v.fixed['head']['v'])
+            vectors = {**v.fixed['head'], **v.params['head']}  # frozen ones are 'v', learned ones 'w'
+            strength = memory.strength(v.fixed['memory'], vectors['v' if 'v' in vectors else 'w'])
             seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
         return seen | ({'temperature': v.params['head']['scale']} if 'scale' in v.params['head'] else {})
 
