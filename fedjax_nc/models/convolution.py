@@ -246,10 +246,11 @@ def _grouped_kernel_gradient(x: Array, g: Array, geometry: Geometry) -> Array:
 
 
 def _run(x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any, library: bool) -> Array:
-    by = onednn.convolution if library else onednn.portable
+    how = {'strides': strides, 'pads': pads, 'dilation': (1, 1), 'dtype': x.dtype, 'precision': precision}
+    by = functools.partial(onednn.either, onednn.call, onednn.portable) if library else onednn.portable
 
     def run(x: Array, kernel: Array) -> Array:
-        return by(x, kernel, strides, pads, (1, 1), x.dtype, precision)
+        return by(x, kernel, **how)
 
     @jax.custom_batching.custom_vmap
     def shared(x: Array, kernel: Array) -> Array:

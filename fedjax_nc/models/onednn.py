@@ -38,7 +38,7 @@ def portable(
     dtype: jnp.dtype,
     precision: Any = None,
 ) -> Array:
-    """What `convolution` computes, by XLA: images [B, H, W, I] and a kernel [h, w, I, O] to [B, h', w', O] of `dtype`.
+    """What `call` computes, by XLA: images [B, H, W, I] and a kernel [h, w, I, O] to [B, h', w', O] of `dtype`.
 
     Or with one more dimension, `[B, D, H, W, I]` and `[d, h, w, I, O]`. Sums are kept in float32.
     """
@@ -54,20 +54,6 @@ def portable(
         preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
     )
     return y.astype(dtype)
-
-
-def convolution(
-    x: Array,
-    kernel: Array,
-    strides: Sequence[int],
-    pads: Sequence[Pair],
-    dilation: Sequence[int],
-    dtype: jnp.dtype,
-    precision: Any = None,
-) -> Array:
-    """`portable`, by oneDNN where it can be used. Neither `vmap` nor gradients are defined: `conv_onednn` adds them."""
-    how = {'strides': tuple(strides), 'pads': tuple(pads), 'dilation': tuple(dilation), 'dtype': dtype}
-    return either(call, portable, x, kernel, **how, precision=precision)
 
 
 def either(library: Callable[..., Array], otherwise: Callable[..., Array], *arrays: Array, **how: Any) -> Array:
