@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_nc.models import convolution, layers, onednn
+from fedjax_nc.models import convolution, layers, looped, onednn
 from fedjax_nc.models.convolution import (
     LAYOUT,
     conv_by_platform,
@@ -37,7 +37,7 @@ GEOMETRIES = [  # image, kernel, strides, padding
 @pytest.fixture(autouse=True)
 def onednn_takes_all_gradients(monkeypatch):
     """Of few channels too, which are otherwise left to XLA."""
-    monkeypatch.setattr(convolution, 'CHANNELS', 1)
+    monkeypatch.setattr(looped, 'CHANNELS', 1)
 
 
 def normal(seed, *shape):
@@ -363,7 +363,7 @@ def test_bias_gradient_is_summed_in_float32():
 @pytest.mark.parametrize('batch', [1, 16, 35, 300])
 def test_kernel_gradient_takes_every_image_whatever_the_batch(conv, batch, monkeypatch):
     """The images are taken in pieces, of which the last may be shorter."""
-    monkeypatch.setattr(convolution, 'FLOATS', 8 * 4 * 4 * 2)
+    monkeypatch.setattr(looped, 'FLOATS', 8 * 4 * 4 * 2)
     rng = np.random.default_rng(0)
     x, g = rng.normal(size=(batch, 4, 4, 2)), rng.normal(size=(batch, 2, 2, 3))
 

@@ -2,58 +2,32 @@
 
 With weights of its own for each client a vmapped convolution becomes a grouped one, and inside a loop body XLA's CPU
 backend computes the gradients of any convolution in a slow layout (jax issues 12868 and 13800). The convolutions
-below differ only in how they are computed; each takes the arguments of `lax.conv_general_dilated`.
+below differ only in how they are computed; each takes the arguments of `lax.conv_general_dilated`. The forms for CPUs
+lie in `looped`; those for accelerators, and the choice by platform, here.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fedjax_nc.base import Array
-from fedjax_nc.models import onednn
+from fedjax_nc.models.looped import Form, Geometry, in_loops, product
 
 ConvFn = Callable[..., Array]
 """(images, kernel, strides, padding, **options) -> images, like `lax.conv_general_dilated`."""
 Padding = str | Sequence[tuple[int, int]]
-Pads = tuple[tuple[int, int], tuple[int, int]]
-Strides = tuple[int, int]
 
 LAYOUT = ('NHWC', 'HWIO', 'NHWC')
-NO_PADS = ((0, 0), (0, 0))
-# Measured, for gradients of kernels:
-IMAGES = 16  # handled together by XLA
-FLOATS = 2**17  # of images handled together by oneDNN
-PIECES = 16  # at most, because each has to be compiled
-CHANNELS = 16  # of the images, from which on oneDNN is the faster one
 # YNNPACK keeps everything but single convolutions, which XLA's older code does up to twice as fast in this layout.
 _YNN = {
     'xla_cpu_experimental_ynn_fusion_type': ','.join(
         f'LIBRARY_FUSION_TYPE_{kind}' for kind in ('DOT', 'REDUCE', 'INDIVIDUAL_DOT')
     )
 }
-
-
-class Geometry(NamedTuple):
-    """What a convolution does with shapes, whatever the number of images."""
-
-    image: tuple[int, ...]  # [B, H, W, I]
-    kernel: tuple[int, ...]  # [h, w, I, O]
-    strides: Strides
-    pads: Pads
-    precision: Any
-
-
-class Form(NamedTuple):
-    """A way to compute a convolution and its gradients. Each function takes the geometry last."""
-
-    forward: Callable[[Array, Array, Geometry], Array]  # (x, kernel) -> y
-    input_gradient: Callable[[Array, Array, Geometry], Array]  # (g, kernel) -> dx
-    kernel_gradient: Callable[[Array, Array, Geometry], Array]  # (x, g) -> dk
-    kept: Callable[[Array, Geometry], Array]  # x as it is kept for the backward pass
 
 
 @functools.cache
@@ -91,7 +65,7 @@ def conv_patches(lhs: Array, rhs: Array, window_strides: Sequence[int], padding:
     Raises:
         ValueError: for dilation, groups or another layout.
     """
-    return _product(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options))
+    return product(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options))
 
 
 def conv_grouped(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, **options: Any) -> Array:
@@ -177,41 +151,6 @@ def _geometry(lhs: Array, rhs: Array, strides: Sequence[int], padding: Padding, 
     return Geometry(lhs.shape, rhs.shape, (strides[0], strides[1]), pads, options.get('precision'))
 
 
-def _sum_type(x: Array) -> jnp.dtype:
-    """Sums of bfloat16 are kept in float32."""
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
-# By one matrix product
-
-
-def _product(x: Array, kernel: Array, geometry: Geometry) -> Array:
-    patches = _patches(x, geometry.kernel[:2], geometry.strides, geometry.pads)
-    flat = patches.reshape(-1, patches.shape[-1])
-    y = jnp.dot(
-        flat,
-        kernel.reshape(flat.shape[1], -1),
-        precision=geometry.precision,
-        preferred_element_type=_sum_type(flat),
-    )
-    return y.reshape(*patches.shape[:3], -1).astype(patches.dtype)
-
-
-def _patches(x: Array, size: Sequence[int], strides: Strides, pads: Pads) -> Array:
-    """[B, H, W, I] -> [B, h', w', h * w * I], the window of each output position."""
-    x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (*pads[0], 0), (*pads[1], 0), (0, 0, 0)))
-    rows = (x.shape[1] - size[0]) // strides[0] * strides[0] + 1
-    cols = (x.shape[2] - size[1]) // strides[1] * strides[1] + 1
-    return jnp.concatenate(
-        [
-            lax.slice(x, (0, i, j, 0), (x.shape[0], i + rows, j + cols, x.shape[3]), (1, *strides, 1))
-            for i in range(size[0])
-            for j in range(size[1])
-        ],
-        axis=-1,
-    )
-
-
 # By XLA's convolution, for accelerators
 
 
@@ -242,170 +181,6 @@ def _grouped_kernel_gradient(x: Array, g: Array, geometry: Geometry) -> Array:
     return gradient(x, g)
 
 
-# By convolutions in the one layout that is fast in loops, for CPUs
-
-
-def _run(x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any, library: bool) -> Array:
-    how = {'strides': strides, 'pads': pads, 'dilation': (1, 1), 'dtype': x.dtype, 'precision': precision}
-    by = functools.partial(onednn.either, onednn.call, onednn.portable) if library else onednn.portable
-
-    def run(x: Array, kernel: Array) -> Array:
-        return by(x, kernel, **how)
-
-    @jax.custom_batching.custom_vmap
-    def shared(x: Array, kernel: Array) -> Array:
-        return run(x, kernel)
-
-    @shared.def_vmap
-    def _(size: int, batched: Sequence[bool], x: Array, kernel: Array) -> tuple[Array, bool]:
-        if not batched[1]:  # shared weights: the clients' images are one batch
-            y = shared(x.reshape(-1, *x.shape[2:]), kernel)
-            return y.reshape(size, -1, *y.shape[1:]), True
-        lanes = jax.vmap(_one_by_one(run), in_axes=[0 if b else None for b in batched])
-        return lanes(x, kernel), True
-
-    return shared(x, kernel)
-
-
-def _stored(x: Array, geometry: Geometry) -> Array:
-    """`x`, kept by XLA's CPU backend as an array instead of being computed again by each of its users.
-
-    Those users read it transposed, so that a fused chain of activation, norm and pooling costs as much as the
-    convolution. XLA repeats cheap operations but never divisions, and does not see that this divisor is 1.
-    """
-    return x if geometry.kernel[:2] == (1, 1) else x / jnp.sign(jnp.abs(x) + 1)
-
-
-def _padded(x: Array, pads: Sequence[tuple[int, int]]) -> Array:
-    """Zeros around the images, fewer pixels where negative."""
-    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *((*pad, 0) for pad in pads), (0, 0, 0)))
-
-
-def _spare(geometry: Geometry) -> list[int]:
-    """How far the windows of the last row and column lie from the lower end of the image.
-
-    Negative where the stride leaves some of the image unread.
-    """
-    spare = []
-    for d in (0, 1):
-        side, size, (low, high) = geometry.image[d + 1], geometry.kernel[d], geometry.pads[d]
-        unread = (side + low + high - size) % geometry.strides[d]
-        spare.append(high - unread)
-    return spare
-
-
-def _looped(x: Array, kernel: Array, geometry: Geometry, library: bool) -> Array:
-    if geometry.kernel[:2] == (1, 1):
-        return _product(x, kernel, geometry)
-    return _run(x, kernel, geometry.strides, geometry.pads, geometry.precision, library)
-
-
-def _looped_input_gradient(g: Array, kernel: Array, geometry: Geometry, library: bool) -> Array:
-    """Each pixel collects from the windows that read it, so the kernel runs backwards over g."""
-    if geometry.kernel[:2] == (1, 1):
-        x = jax.ShapeDtypeStruct(geometry.image, g.dtype)
-        return jax.linear_transpose(lambda x: _product(x, kernel, geometry), x)(g)[0]
-    if geometry.strides != (1, 1):
-        return _strided_input_gradient(g, kernel, geometry, library)
-    spare, wide = _spare(geometry), g
-    ends: Any = tuple((geometry.kernel[d] - 1 - geometry.pads[d][0], geometry.kernel[d] - 1 - spare[d]) for d in (0, 1))
-    if min(map(min, ends)) < 0:
-        wide, ends = _padded(g, ends), NO_PADS
-    return _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), ends, geometry.precision, library)
-
-
-def _strided_input_gradient(g: Array, kernel: Array, geometry: Geometry, library: bool) -> Array:
-    """The same without the zeros that a stride leaves between windows.
-
-    Counted from the upper end of the padding, the pixels `stride * q + r` of one remainder r collect from the windows
-    q, q - 1, ... by every `stride`-th row of the kernel: the remainders are output channels of one convolution over g.
-    """
-    (down, across), (height, width, inputs, outputs) = geometry.strides, geometry.kernel
-    rows, cols = -(-height // down), -(-width // across)
-    apart = lax.pad(
-        kernel,
-        jnp.zeros((), kernel.dtype),
-        ((0, rows * down - height, 0), (0, cols * across - width, 0), (0, 0, 0), (0, 0, 0)),
-    )
-    apart = apart.reshape(rows, down, cols, across, inputs, outputs)[::-1, :, ::-1].transpose(0, 2, 5, 1, 3, 4)
-    apart = apart.reshape(rows, cols, outputs, down * across * inputs)
-    lows = geometry.pads[0][0], geometry.pads[1][0]
-    sides = [-(-(geometry.image[d + 1] + lows[d]) // geometry.strides[d]) for d in (0, 1)]
-    ends: Any = (rows - 1, sides[0] - g.shape[1]), (cols - 1, sides[1] - g.shape[2])
-    if min(map(min, ends)) < 0:
-        g, ends = _padded(g, ends), NO_PADS
-    y = _run(g, apart, (1, 1), ends, geometry.precision, library)
-    y = y.reshape(-1, *sides, down, across, inputs).transpose(0, 1, 3, 2, 4, 5)
-    y = y.reshape(-1, sides[0] * down, sides[1] * across, inputs)
-    return y[:, lows[0] : lows[0] + geometry.image[1], lows[1] : lows[1] + geometry.image[2]]
-
-
-def _looped_kernel_gradient(x: Array, g: Array, geometry: Geometry, library: bool) -> Array:
-    """The same window sum with images in the place of channels and g as the kernel."""
-    if geometry.kernel[:2] == (1, 1):
-        kernel = jax.ShapeDtypeStruct(geometry.kernel, x.dtype)
-        return jax.linear_transpose(lambda kernel: _product(x, kernel, geometry), kernel)(g)[0]
-    ends: Any = tuple((geometry.pads[d][0], spare) for d, spare in enumerate(_spare(geometry)))
-    if min(map(min, ends)) < 0:
-        x, ends = _padded(x, ends), NO_PADS
-    how = {'strides': geometry.strides, 'pads': ends, 'precision': geometry.precision}
-    if library and geometry.kernel[2] >= CHANNELS:
-        sums = functools.partial(onednn.either, _sums_by_library, _sums_by_xla, **how)
-    else:
-        sums = functools.partial(_sums_by_xla, **how)
-    return _one_by_one(sums)(x, g).astype(x.dtype)
-
-
-def _sums_by_library(x: Array, g: Array, *, strides: Strides, pads: Pads, precision: Any) -> Array:
-    """Sums [h, w, I, O] in float32 over all windows: a convolution in three dimensions, the last of which are channels.
-
-    So every product that it consists of has all of them in its rows. A few images at a time fill the cache.
-    """
-    dk, some = jnp.zeros((), jnp.float32), max(FLOATS // x[0].size, -(-len(x) // PIECES))
-    for at in range(0, len(x), some):
-        images, windows = x[at : at + some].transpose(1, 2, 3, 0), g[at : at + some].transpose(1, 2, 0, 3)
-        dk += onednn.call(
-            images[None], windows[:, :, None], (1, 1, 1), (*pads, (0, 0)), (*strides, 1), jnp.dtype(jnp.float32)
-        )[0]
-    return dk
-
-
-def _sums_by_xla(x: Array, g: Array, *, strides: Strides, pads: Pads, precision: Any) -> Array:
-    """The same with channels in the place of the batch, a few images at a time.
-
-    In a transposed copy of many the neighbours lie too far apart for the cache.
-    """
-    dk, some = jnp.zeros((), jnp.float32), max(IMAGES, -(-len(x) // PIECES))
-    for at in range(0, len(x), some):
-        images, windows = x[at : at + some].transpose(3, 1, 2, 0), g[at : at + some].transpose(1, 2, 0, 3)
-        dk += onednn.portable(images, windows, (1, 1), pads, strides, jnp.dtype(jnp.float32), precision)
-    return dk.transpose(1, 2, 0, 3)
-
-
-def _one_by_one(function: Callable[..., Array]) -> Callable[..., Array]:
-    """`function`, for whose lanes `vmap` calls it one after the other."""
-    called = jax.custom_batching.custom_vmap(function)
-
-    @called.def_vmap
-    def _(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[Array, bool]:
-        def one(lane: list[Array]) -> Array:
-            own = iter(lane)
-            return called(*(next(own) if b else u for u, b in zip(arrays, batched, strict=True)))
-
-        return lax.map(one, [u for u, b in zip(arrays, batched, strict=True) if b]), True
-
-    return called
-
-
-def _in_loops(library: bool) -> Form:
-    return Form(
-        functools.partial(_looped, library=library),
-        functools.partial(_looped_input_gradient, library=library),
-        functools.partial(_looped_kernel_gradient, library=library),
-        _stored,
-    )
-
-
 def _chosen(cpu: Callable[..., Array], elsewhere: Callable[..., Array]) -> Callable[..., Array]:
     def call(*args: Any) -> Array:
         *arrays, geometry = args
@@ -416,7 +191,7 @@ def _chosen(cpu: Callable[..., Array], elsewhere: Callable[..., Array]) -> Calla
     return call
 
 
-SEQUENTIAL, ONEDNN = _in_loops(library=False), _in_loops(library=True)
+SEQUENTIAL, ONEDNN = in_loops(library=False), in_loops(library=True)
 GROUPED = Form(_grouped, _grouped_input_gradient, _grouped_kernel_gradient, lambda x, geometry: x)
 BY_PLATFORM = Form(
     _chosen(ONEDNN.forward, GROUPED.forward),
