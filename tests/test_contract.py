@@ -3,14 +3,12 @@
 import functools
 import inspect
 
-import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import aggregators, checkpoints, frames, heads, local, losses, privacy, server_optimizers, simulate
+from fedjax_nc import aggregators, frames, heads, local, losses, privacy, server_optimizers, simulate, testing
 from fedjax_nc.algorithms import (
     ccvr,
     creff,
@@ -106,160 +104,52 @@ ALGORITHMS = {
     'finetune': finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN),
     'fedetf personal': fedetf.personalize(toys.tiny, toys.opt, plan=toys.PLAN, cycles=2),
 }
-NO_GENERIC = ('solo', 'fedproto')  # their servers hold no model
-MOVE_FIXED = ('fedetf + gmv', 'fedetf + gmv, online', 'fednh', 'ratio loss')  # a memory, prototypes, weights
+OPTIONS = {
+    'solo': {'generic': False},  # their servers hold no model
+    'fedproto': {'generic': False},
+    'fedetf + gmv': {'moves_fixed': ['memory']},
+    'fedetf + gmv, online': {'moves_fixed': ['memory']},
+    'fednh': {'moves_fixed': ['w']},  # the prototypes
+    'ratio loss': {'moves_fixed': ['weights']},
+    'ccvr': {'atol': 1e-3},  # it draws with a factor of the covariance, which amplifies rounding
+}
 
 
 @pytest.fixture(params=ALGORITHMS, scope='module')
-def algorithm(request):
-    return ALGORITHMS[request.param]
+def name(request):
+    return request.param
 
 
-def start(algorithm, data):
-    # Stages take over from training.
-    if algorithm is ALGORITHMS['fedetf personal']:
+def start(name, data):
+    """Stages take over from training; all else begins by itself."""
+    if name == 'fedetf personal':
         trained = simulate.init(ALGORITHMS['fedetf'], toys.KEY, data)
-        return simulate.join(algorithm, toys.KEY, trained.server, data.num_clients)
-    if algorithm is ALGORITHMS['fedloge realigned']:
+        return simulate.join(ALGORITHMS[name], toys.KEY, trained.server, data.num_clients)
+    if name == 'fedloge realigned':
         return fedloge.stage_state(simulate.init(ALGORITHMS['fedloge'], toys.KEY, data))
-    return simulate.init(algorithm, toys.KEY, data)
-
-
-COHORT = jnp.array([4, 1, 0, 6, 3])  # an odd number, so that chunks of two are filled up by nobody
-ABSENT = np.array([2, 5, 7])
-KEYS = jax.vmap(lambda t: jax.random.fold_in(toys.KEY, t))(jnp.arange(2))
-
-
-class Play:
-    """A compiled round that counts its traces, and what two rounds of it made."""
-
-    def __init__(self, algorithm, data, before, chunk):
-        self.traces = 0
-        inner = simulate.make_round(algorithm, chunk=chunk)
-
-        def counted(*args):
-            self.traces += 1
-            return inner(*args)
-
-        self.round = jax.jit(counted)
-        self.before = before
-        self.state, self.report = self(data)
-
-    def __call__(self, data, ids=COHORT):
-        state = self.before
-        for key in KEYS:
-            state, report = self.round(key, state, data, ids)
-        return state, report
+    return None
 
 
 @pytest.fixture(scope='module')
-def play(algorithm, data):
-    return Play(algorithm, data, start(algorithm, data), chunk=2)
+def play(name, data):
+    return testing.Play(ALGORITHMS[name], data, state=start(name, data), **OPTIONS.get(name, {}))
 
 
-def test_one_trace_and_the_same_structure_round_after_round(play):
-    assert play.traces == 1
-    chex.assert_trees_all_equal_shapes_and_dtypes(play.before, play.state)
-    assert jax.tree.structure(play.before) == jax.tree.structure(play.state)
+@pytest.mark.parametrize('clause', [clause for clause in testing.CLAUSES if clause != 'several'])
+def test_keeps_the_contract(play, clause):
+    assert not testing.CLAUSES[clause](play)
 
 
-def test_chunks_change_nothing(algorithm, data, play):
-    """One client at a time, or two side by side with nobody beside the last."""
-    other = Play(algorithm, data, play.before, chunk=1)
-    # CCVR draws with a factor of the covariance, which amplifies rounding.
-    toys.same(other.state, play.state, atol=1e-3 if algorithm is ALGORITHMS['ccvr'] else 5e-5)
-    np.testing.assert_allclose(other.report.loss, play.report.loss, atol=1e-5)
+@pytest.mark.parametrize('name', ['fedavg, noise and statistics', 'fednh', 'fedetf personal'], indirect=True)
+def test_several_rounds_in_one_call_are_the_same_rounds(play):
+    assert not testing.several(play)
 
 
-def test_junk_in_the_padding_changes_nothing(data, play):
-    n = jnp.arange(data.index.shape[1])
-    junk = (jnp.arange(data.num_clients)[:, None] * 31 + n * 17) % len(data.y)
-    dirty = data._replace(index=jnp.where(n < data.size[:, None], data.index, junk))
-    assert (dirty.index != data.index).any()
-    toys.same(play(dirty)[0], play.state)
-
-
-def alone(client, data):
-    """A cohort of one client, in the shape that is compiled already."""
-    return jnp.full(len(COHORT), data.num_clients).at[1].set(client)
-
-
-def test_nothing_that_a_client_does_not_own_reaches_it(data, play):
-    """Not a bit changes if all rows but its own, labels included, turn into junk: nor for a client that owns none."""
-    for client in (1, 5, 2):  # of seven examples, of one, and of none
-        own = np.zeros(len(data.y), bool)
-        size = 0 if client == 2 else int(data.size[client])
-        own[np.asarray(data.index[client, :size])] = True
-        clean = data._replace(size=data.size.at[2].set(0), counts=data.counts.at[2].set(0))
-        junk = jnp.resize(jnp.array([jnp.nan, 3e38, -jnp.inf]), data.x.shape)
-        x = jnp.where(jnp.asarray(own)[:, None], data.x, junk)
-        dirty = clean._replace(x=x, y=jnp.where(jnp.asarray(own), data.y, 10**6))
-        ids = alone(client, data)
-        states = [play(d, ids) for d in (clean, dirty)]
-        toys.same(states[0], states[1])
-        chex.assert_tree_all_finite(states[1][0])
-
-
-def test_everything_stays_finite(play):
-    chex.assert_tree_all_finite((play.state, play.report.info))
-    assert bool(play.report.finite)
-
-
-def test_the_absent_keep_their_state_bit_for_bit(play):
-    toys.same(*(jax.tree.map(lambda u: u[ABSENT], s.clients) for s in (play.before, play.state)))
-    assert sorted(np.asarray(play.report.ids)) == [0, 1, 3, 4, 6, 8]  # 8 is nobody
-
-
-def test_randomness_does_not_depend_on_who_else_takes_part(data, play):
-    """Client 6 does the same in other company and another lane."""
-    for ids in (jnp.array([6, 2, 5, 7, 1]), jnp.array([5, 4, 3, 0, 6])):
-        first, other = (play.round(toys.KEY, play.before, data, cohort)[1] for cohort in (COHORT, ids))
-        losses = [float(r.info.loss[np.flatnonzero(np.asarray(r.ids) == 6)[0]]) for r in (first, other)]
-        np.testing.assert_allclose(*losses, atol=1e-6)
-
-
-@pytest.mark.parametrize('algorithm', ['fedavg, noise and statistics', 'fednh', 'fedetf personal'], indirect=True)
-def test_several_rounds_in_one_call_are_the_same_rounds(algorithm, data, play):
-    inner = simulate.make_round(algorithm, chunk=2)
-    together = jax.jit(simulate.several(lambda key, state, data: inner(key, state, data, COHORT)))
-    state, reports = together(KEYS, play.before, data)
-    toys.same(state, play.state, atol=2e-5)
-    assert reports.loss.shape == (2,)
-
-
-def test_resumed_from_a_checkpoint_it_goes_on_bit_for_bit(data, play, tmp_path):
-    files = checkpoints.Files(tmp_path)
-    files.save(1, play.round(KEYS[0], play.before, data, COHORT)[0], toys.KEY, [{'round': 1.0}])
-    _, restored = files.restore(play.before, toys.KEY)
-    toys.same(play.round(KEYS[1], restored, data, COHORT)[0], play.state)
-
-
-def test_a_round_of_nobody_moves_no_parameter(data, play):
-    none = data._replace(size=jnp.zeros_like(data.size), counts=jnp.zeros_like(data.counts))
-    after, _ = play.round(toys.KEY, play.state, none, COHORT)
-    for part in ('params', 'stats'):
-        toys.same(*(getattr(s.server.variables, part) for s in (play.state, after)))
-    toys.same(*(getattr(s.server, 'opt', ()) for s in (play.state, after)))
-    chex.assert_tree_all_finite(after)
-
-
-def test_predicts_logits_of_every_class(request, algorithm, data, play):
-    def logits(client):
-        return jax.eval_shape(algorithm.predict, play.state.server, client, data.x[:3]).shape
-
-    if request.node.callspec.params['algorithm'] in NO_GENERIC:
-        with pytest.raises(ValueError, match='no generic model'):
-            logits(None)
-    else:
-        assert logits(None) == (3, toys.CLASSES)
-    assert logits(jax.tree.map(lambda u: u[0], play.state.clients)) == (3, toys.CLASSES)
-
-
-def test_fixed_parts_never_move(request, play):
-    before, after = (s.server.variables.fixed for s in (play.before, play.state))
-    if request.node.callspec.params['algorithm'] in MOVE_FIXED:
-        before, after = (f.get('head', ()) for f in (before, after))
-    toys.same(before, after)
+@pytest.mark.parametrize('name', ['solo', 'fedproto'])
+def test_without_a_generic_model_it_says_so(name, data):
+    algorithm = ALGORITHMS[name]
+    with pytest.raises(ValueError, match='no generic model'):
+        algorithm.predict(simulate.init(algorithm, toys.KEY, data).server, None, data.x[:3])
 
 
 PUBLISHED = {  # what a paper or its released code takes, where the factory does not ask for it

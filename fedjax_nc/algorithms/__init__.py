@@ -1,4 +1,8 @@
-"""One file per method; each exports `algorithm(...)`, and stages are named functions beside it."""
+"""One file per method; each exports `algorithm(...)`, and stages are named functions beside it.
+
+A method outside of this folder is called 'package.module:algorithm' on the command line and in studies, see
+`experiments.recipes.named`; `testing.check` proves that it does what every algorithm must.
+"""
 
 from fedjax_nc.algorithms import ccvr as ccvr
 from fedjax_nc.algorithms import creff as creff

@@ -3,156 +3,38 @@
 Model, optimizer, plan and first temperature are given and the same for all, whatever each paper took; the rest are the
 factories' defaults. Head, loss and server optimizer are a choice where a method does not bring its own; clients are
 weighed as each method has it, unless `weigh` says how for all.
+
+A method of one's own has the name 'package.module:factory' everywhere: see `named`.
 """
 
 import functools
+import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_nc import aggregators, frames, heads, losses, server_optimizers, simulate
 from fedjax_nc import algorithms as alg
-from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Loss, Model, Objective, State
+from fedjax_nc import checks, frames
+from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State
 from fedjax_nc.data import federate
+from fedjax_nc.experiments.parts import FRAMES as FRAMES
+from fedjax_nc.experiments.parts import HEADS as HEADS
+from fedjax_nc.experiments.parts import LEARNED as LEARNED
+from fedjax_nc.experiments.parts import LOSSES as LOSSES
+from fedjax_nc.experiments.parts import OF_COSINES as OF_COSINES
+from fedjax_nc.experiments.parts import SERVER_OPTIMIZERS as SERVER_OPTIMIZERS
+from fedjax_nc.experiments.parts import WEIGHTS as WEIGHTS
+from fedjax_nc.experiments.parts import Recipe as Recipe
+from fedjax_nc.experiments.parts import Setup as Setup
+from fedjax_nc.experiments.parts import bare as bare
+from fedjax_nc.experiments.parts import join as join
 from fedjax_nc.local import ClientOptimizer, Plan
 from fedjax_nc.memory import remembering
 from fedjax_nc.objective import objective, transformed
-
-
-def join(stage: Algorithm, key: Array, state: State, data: FederatedData) -> State:
-    """How most stages begin: with the server's model alone."""
-    joined = functools.partial(simulate.join, stage, num_clients=data.num_clients)
-    return jax.jit(joined)(key, server=state.server)  # one program to compile, and not one for each shape
-
-
-class Recipe(NamedTuple):
-    """A method from training to personal models."""
-
-    train: Algorithm
-    personalize: Algorithm | None = None  # a stage of one round on all clients; None if training makes personal models
-    calibrate: Algorithm | None = None  # a stage of one round on all clients before it, which makes the generic model
-    enter: Callable[[Algorithm, Array, State, FederatedData], State] = join  # how personalisation begins
-    refines: bool = False  # whether the generic model is more than what was trained
-    variants: Mapping[str, Algorithm] = {}  # other stages in the place of `personalize`
-    generic: bool = True  # whether there is a generic model
-    oracle: tuple[Algorithm, Callable[[Array, State, FederatedData], State]] | None = None  # what predicts with a model
-    # refitted on all real features, NOT a federated method, and the refit
-
-    @property
-    def final(self) -> Algorithm:
-        """What predicts at the end, with clients' models as with the generic one."""
-        return self.personalize or self.train
-
-
-class Setup(NamedTuple):
-    """What a method is made from."""
-
-    model: Model
-    client_opt: ClientOptimizer
-    personal_opt: ClientOptimizer
-    plan: Plan
-    head: Head
-    learned: bool  # whether the head's class vectors are
-    loss: Loss
-    server_opt: optax.GradientTransformation | None
-    dim: int | None
-    scale: float
-    rounds: int
-    auxiliary: FederatedData | None
-    weigh: str
-    options: Mapping[str, Any]  # further arguments of the factory
-
-    @property
-    def task(self) -> Objective:
-        return objective(self.model, self.head, self.loss)
-
-    @property
-    def common(self) -> dict[str, Any]:
-        return {'plan': self.plan, 'server_opt': self.server_opt, **WEIGHTS[self.weigh], **self.options}
-
-    def finetune(self, task: Objective | None = None, **kwargs: Any) -> Algorithm:
-        """One more local update, which gives personal models to a method without any."""
-        return alg.finetune.algorithm(task or self.task, self.client_opt, plan=self.plan, **kwargs)
-
-
-HEADS: dict[str, Callable[[int | None, float, bool], Head]] = {
-    'linear': lambda dim, scale, learn: heads.linear(),
-    'unbiased': lambda dim, scale, learn: heads.linear(bias=False),
-    'unit_norm': lambda dim, scale, learn: heads.unit_norm(),
-    'cosine': lambda dim, scale, learn: heads.cosine(scale, learn),
-    'etf': lambda dim, scale, learn: heads.etf(dim, scale=scale, learn_scale=learn),
-    'unprojected_etf': lambda dim, scale, learn: heads.etf(scale=scale, learn_scale=learn, project=False),
-    'projected_sparse_etf': lambda dim, scale, learn: heads.etf(
-        dim, scale=scale, learn_scale=learn, frame=frames.sparse_etf
-    ),
-    'bare_etf': lambda dim, scale, learn: bare(frames.simplex_etf),
-    'sparse_etf': lambda dim, scale, learn: bare(frames.sparse_etf),
-    'prototypes': lambda dim, scale, learn: heads.prototypes(scale, learn, frames.uniform),
-}
-"""(frame's dimension, first temperature, whether it is learned) -> head. The ETF of FedETF has a projection and a
-temperature, that of FedAvg_ETF is bare; 'unprojected_etf' and
-'projected_sparse_etf' are those of FedLoGe's ablations; prototypes are FedUH's, spread uniformly and frozen."""
-
-LOSSES: dict[str, Loss] = {
-    'cross_entropy': losses.cross_entropy,
-    'balanced_softmax': losses.balanced_softmax,
-    'restricted_softmax': losses.restricted_softmax,
-    'positive': losses.positive,
-    'dot_regression': losses.dot_regression,
-}
-
-SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    'sgd': lambda lr=1.0, momentum=0.0: optax.sgd(lr, momentum or None),
-    'fedavgm': lambda lr=0.1, momentum=0.9: server_optimizers.fedavgm(lr, momentum),
-    'fedadagrad': lambda lr=1e-2, momentum=0.0: server_optimizers.fedadagrad(lr, momentum),
-    'fedadam': lambda lr=1e-2, momentum=0.9: server_optimizers.fedadam(lr, momentum),
-    'fedyogi': lambda lr=1e-2, momentum=0.9: server_optimizers.fedyogi(lr, momentum),
-}
-"""(rate, momentum; by default those of its paper) -> optimizer."""
-
-WEIGHTS: dict[str, dict[str, Any]] = {
-    'published': {},
-    'examples': {'aggregate': aggregators.mean, 'aggregate_stats': aggregators.mean},
-    'alike': alg.fedavg.UNWEIGHTED,
-}
-"""How clients are weighed: as the method has it, by their numbers of examples, or all alike."""
-
-LEARNED = ('linear', 'unbiased', 'unit_norm', 'cosine')  # heads whose class vectors are trained
-OF_COSINES = {
-    'heads': ('cosine', 'etf', 'unprojected_etf', 'projected_sparse_etf', 'prototypes'),
-    'losses': ('positive', 'dot_regression'),
-}
-
-
-def entries(init: Callable[..., Array]) -> heads.Frame:
-    """A frame [D, C] of the entries that an initialiser draws for a layer from D to C."""
-    return lambda key, dim, classes: init(key, (dim, classes), jnp.float32)
-
-
-DRAWN = {
-    'xavier': entries(jax.nn.initializers.glorot_uniform()),
-    'gaussian': entries(jax.nn.initializers.normal(1.0)),
-    'uniform': entries(lambda key, shape, dtype: jax.random.uniform(key, shape, dtype)),
-    'orthogonal': entries(jax.nn.initializers.orthogonal()),
-    'kaiming': entries(jax.nn.initializers.he_uniform()),
-}
-FRAMES: dict[str, heads.Frame] = {
-    'etf': frames.simplex_etf,
-    'sparse_etf': frames.sparse_etf,
-    **DRAWN,
-    **{f'sparse_{name}': functools.partial(frames.sparse_etf, start=drawn) for name, drawn in DRAWN.items()},
-}
-"""What FedLoGe may freeze: an ETF, a sparse one, or a matrix as layers begin with, and the sparse ETF from there."""
-
-
-def bare(frame: heads.Frame, scale: float = 1.0) -> Head:
-    """A frozen frame on the features as they are, its columns `scale` times as long."""
-    return heads.etf(scale=scale, learn_scale=False, project=False, unit_features=False, frame=frame)
 
 
 class Method(NamedTuple):
@@ -243,8 +125,26 @@ def auxiliary(x: Any, y: Any, num_classes: int, each: int = 63) -> FederatedData
 
 
 def shared(factory: Callable[..., Algorithm], **kwargs: Any) -> Callable[[Setup], Recipe]:
-    """A method that trains one model for all; one more local update makes the personal models."""
-    return lambda s: Recipe(factory(s.task, s.client_opt, **{**kwargs, **s.common}), s.finetune())
+    """A method that trains one model for all; one more local update makes the personal models.
+
+    Of `server_opt`, `aggregate` and `aggregate_stats`, a factory without `**kwargs` is given those that it names.
+    """
+
+    def made(s: Setup) -> Recipe:
+        names, several = takes(factory)
+        left_out = set() if several else {'server_opt', 'aggregate', 'aggregate_stats'} - {*names, *s.options}
+        given = {name: value for name, value in {**kwargs, **s.common}.items() if name not in left_out}
+        return Recipe(factory(s.task, s.client_opt, **given), s.finetune())
+
+    return made
+
+
+def takes(factory: Any) -> tuple[set[str], bool]:
+    """The names of a function's arguments, and whether it takes others, too."""
+    if not callable(factory) or isinstance(factory, type):
+        return set(), False
+    known = inspect.signature(factory).parameters
+    return set(known), any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
 
 def private(factory: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
@@ -462,3 +362,42 @@ RECIPES: dict[str, Method] = {
 }
 """Every method. FedAvg with the head 'etf' and the loss 'balanced_softmax' is FedETF before personalisation, and with
 'cross_entropy' its ablation; with 'bare_etf' it is FedAvg_ETF, but for the weights of clients."""
+
+
+def named(name: str) -> Method:
+    """The method of a name in `RECIPES`, or of one's own: 'package.module:attribute', of a module that can be imported.
+
+    The attribute is a `Method`, which says all that there is to say; or a factory `(task, client_opt, *, plan, ...) ->
+    Algorithm`, as the library's are, which takes every head and loss, and from whose model one more local update makes
+    the personal ones. What it also has of `server_opt`, `aggregate` and `aggregate_stats` can be chosen, and all its
+    other arguments are options. A factory called `algorithm` is labelled by its module.
+
+    Raises:
+      ValueError: for another name, a module that cannot be imported, or what is neither in it.
+    """
+    if not isinstance(name, str) or (name not in RECIPES and ':' not in name):
+        possible = ', '.join(RECIPES)
+        raise ValueError(f"algorithm must be one of {possible}, or 'module:factory', not {checks.shown(name)}")
+    if name in RECIPES:
+        return RECIPES[name]
+    module, _, attribute = name.partition(':')
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever a module raises as it is imported
+        advice = ': is its folder in PYTHONPATH?' if isinstance(error, ModuleNotFoundError) else ''
+        said = ' '.join(f'{type(error).__name__}: {error}'.split())
+        raise ValueError(f'algorithm {name}: {said}{advice}') from error
+    if not hasattr(found, attribute):
+        raise ValueError(f'algorithm {name}: the module {module} has no {checks.shown(attribute)}')
+    made = getattr(found, attribute)
+    if isinstance(made, Method):
+        return made
+    names, several = takes(made)
+    if not several and 'plan' not in names:
+        raise ValueError(
+            f'algorithm {name} must be a recipes.Method, or a factory (task, client_opt, *, plan, ...) -> Algorithm, '
+            f'not {checks.shown(made)}'
+        )
+
+    label = module.rpartition('.')[2] if attribute == 'algorithm' else attribute
+    return Method(label, shared(made), server=several or 'server_opt' in names)

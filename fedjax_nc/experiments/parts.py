@@ -1,0 +1,146 @@
+"""What methods are made of, by name: heads, losses, server optimizers, weights of clients, frames."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_nc import aggregators, frames, heads, losses, server_optimizers, simulate
+from fedjax_nc import algorithms as alg
+from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Loss, Model, Objective, State
+from fedjax_nc.local import ClientOptimizer, Plan
+from fedjax_nc.objective import objective
+
+
+def join(stage: Algorithm, key: Array, state: State, data: FederatedData) -> State:
+    """How most stages begin: with the server's model alone."""
+    joined = functools.partial(simulate.join, stage, num_clients=data.num_clients)
+    return jax.jit(joined)(key, server=state.server)  # one program to compile, and not one for each shape
+
+
+class Recipe(NamedTuple):
+    """A method from training to personal models."""
+
+    train: Algorithm
+    personalize: Algorithm | None = None  # a stage of one round on all clients; None if training makes personal models
+    calibrate: Algorithm | None = None  # a stage of one round on all clients before it, which makes the generic model
+    enter: Callable[[Algorithm, Array, State, FederatedData], State] = join  # how personalisation begins
+    refines: bool = False  # whether the generic model is more than what was trained
+    variants: Mapping[str, Algorithm] = {}  # other stages in the place of `personalize`
+    generic: bool = True  # whether there is a generic model
+    oracle: tuple[Algorithm, Callable[[Array, State, FederatedData], State]] | None = None  # what predicts with a model
+    # refitted on all real features, NOT a federated method, and the refit
+
+    @property
+    def final(self) -> Algorithm:
+        """What predicts at the end, with clients' models as with the generic one."""
+        return self.personalize or self.train
+
+
+class Setup(NamedTuple):
+    """What a method is made from."""
+
+    model: Model
+    client_opt: ClientOptimizer
+    personal_opt: ClientOptimizer
+    plan: Plan
+    head: Head
+    learned: bool  # whether the head's class vectors are
+    loss: Loss
+    server_opt: optax.GradientTransformation | None
+    dim: int | None
+    scale: float
+    rounds: int
+    auxiliary: FederatedData | None
+    weigh: str
+    options: Mapping[str, Any]  # further arguments of the factory
+
+    @property
+    def task(self) -> Objective:
+        return objective(self.model, self.head, self.loss)
+
+    @property
+    def common(self) -> dict[str, Any]:
+        return {'plan': self.plan, 'server_opt': self.server_opt, **WEIGHTS[self.weigh], **self.options}
+
+    def finetune(self, task: Objective | None = None, **kwargs: Any) -> Algorithm:
+        """One more local update, which gives personal models to a method without any."""
+        return alg.finetune.algorithm(task or self.task, self.client_opt, plan=self.plan, **kwargs)
+
+
+HEADS: dict[str, Callable[[int | None, float, bool], Head]] = {
+    'linear': lambda dim, scale, learn: heads.linear(),
+    'unbiased': lambda dim, scale, learn: heads.linear(bias=False),
+    'unit_norm': lambda dim, scale, learn: heads.unit_norm(),
+    'cosine': lambda dim, scale, learn: heads.cosine(scale, learn),
+    'etf': lambda dim, scale, learn: heads.etf(dim, scale=scale, learn_scale=learn),
+    'unprojected_etf': lambda dim, scale, learn: heads.etf(scale=scale, learn_scale=learn, project=False),
+    'projected_sparse_etf': lambda dim, scale, learn: heads.etf(
+        dim, scale=scale, learn_scale=learn, frame=frames.sparse_etf
+    ),
+    'bare_etf': lambda dim, scale, learn: bare(frames.simplex_etf),
+    'sparse_etf': lambda dim, scale, learn: bare(frames.sparse_etf),
+    'prototypes': lambda dim, scale, learn: heads.prototypes(scale, learn, frames.uniform),
+}
+"""(frame's dimension, first temperature, whether it is learned) -> head. The ETF of FedETF has a projection and a
+temperature, that of FedAvg_ETF is bare; 'unprojected_etf' and
+'projected_sparse_etf' are those of FedLoGe's ablations; prototypes are FedUH's, spread uniformly and frozen."""
+
+LOSSES: dict[str, Loss] = {
+    'cross_entropy': losses.cross_entropy,
+    'balanced_softmax': losses.balanced_softmax,
+    'restricted_softmax': losses.restricted_softmax,
+    'positive': losses.positive,
+    'dot_regression': losses.dot_regression,
+}
+
+SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    'sgd': lambda lr=1.0, momentum=0.0: optax.sgd(lr, momentum or None),
+    'fedavgm': lambda lr=0.1, momentum=0.9: server_optimizers.fedavgm(lr, momentum),
+    'fedadagrad': lambda lr=1e-2, momentum=0.0: server_optimizers.fedadagrad(lr, momentum),
+    'fedadam': lambda lr=1e-2, momentum=0.9: server_optimizers.fedadam(lr, momentum),
+    'fedyogi': lambda lr=1e-2, momentum=0.9: server_optimizers.fedyogi(lr, momentum),
+}
+"""(rate, momentum; by default those of its paper) -> optimizer."""
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    'published': {},
+    'examples': {'aggregate': aggregators.mean, 'aggregate_stats': aggregators.mean},
+    'alike': alg.fedavg.UNWEIGHTED,
+}
+"""How clients are weighed: as the method has it, by their numbers of examples, or all alike."""
+
+LEARNED = ('linear', 'unbiased', 'unit_norm', 'cosine')  # heads whose class vectors are trained
+OF_COSINES = {
+    'heads': ('cosine', 'etf', 'unprojected_etf', 'projected_sparse_etf', 'prototypes'),
+    'losses': ('positive', 'dot_regression'),
+}
+
+
+def entries(init: Callable[..., Array]) -> heads.Frame:
+    """A frame [D, C] of the entries that an initialiser draws for a layer from D to C."""
+    return lambda key, dim, classes: init(key, (dim, classes), jnp.float32)
+
+
+DRAWN = {
+    'xavier': entries(jax.nn.initializers.glorot_uniform()),
+    'gaussian': entries(jax.nn.initializers.normal(1.0)),
+    'uniform': entries(lambda key, shape, dtype: jax.random.uniform(key, shape, dtype)),
+    'orthogonal': entries(jax.nn.initializers.orthogonal()),
+    'kaiming': entries(jax.nn.initializers.he_uniform()),
+}
+FRAMES: dict[str, heads.Frame] = {
+    'etf': frames.simplex_etf,
+    'sparse_etf': frames.sparse_etf,
+    **DRAWN,
+    **{f'sparse_{name}': functools.partial(frames.sparse_etf, start=drawn) for name, drawn in DRAWN.items()},
+}
+"""What FedLoGe may freeze: an ETF, a sparse one, or a matrix as layers begin with, and the sparse ETF from there."""
+
+
+def bare(frame: heads.Frame, scale: float = 1.0) -> Head:
+    """A frozen frame on the features as they are, its columns `scale` times as long."""
+    return heads.etf(scale=scale, learn_scale=False, project=False, unit_features=False, frame=frame)

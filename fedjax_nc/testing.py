@@ -1,0 +1,472 @@
+"""What every algorithm must do, whatever it is, to be called in one line by those who write one.
+
+    testing.check(mine.algorithm(task, local.sgd(0.05), plan=local.Plan(16, 2)))
+
+The engine promises its users that results do not depend on how a round is computed: side by side or one by one, with
+what padding, in what company, in one go or resumed. An algorithm can break each of these promises. `CLAUSES` has a
+function for each, which looks at two rounds that are compiled once for all of them; a stage is an algorithm, too.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_nc import checkpoints, checks, simulate
+from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, State, Tree, Variables
+from fedjax_nc.data.federated import federate
+from fedjax_nc.data.synthetic import clusters
+
+SIZES = (100, 7, 60, 33, 200, 1, 50, 149)
+MEMBERS = 5  # an odd number, so that chunks of two are filled up by nobody
+ADDRESS = re.compile(' at 0x[0-9a-f]+')
+
+
+class ContractError(AssertionError):
+    """An algorithm breaks clauses of the contract; the message has a line for each."""
+
+
+def clients(sizes: Collection[int] = SIZES, classes: int = 5, dim: int = 12, *, seed: int = 0) -> FederatedData:
+    """Clients of very unequal size on Gaussian clusters, most without some class: what `check` uses.
+
+    Args:
+      sizes: examples of each client.
+      classes: C.
+      dim: length of an example, float32.
+      seed: draws the examples.
+
+    Raises:
+      ValueError: if a number is not of its kind.
+    """
+    x, y = clusters(seed, sum(sizes), classes, dim)
+    order = np.argsort(y + np.random.default_rng(seed).normal(size=len(y)) * 0.5, kind='stable')
+    return federate(x, y, np.split(order, np.cumsum(list(sizes))[:-1]), classes)
+
+
+class Play:
+    """Two rounds of an algorithm, compiled once, and what the clauses of the contract must know to judge them.
+
+    Attributes:
+      before: the state before the first round.
+      state: after the second.
+      report: of the second.
+      traces: how often the round has been traced.
+      cohort: the clients that took part, in no order of their sizes.
+      absent: the others.
+      keys: of the two rounds.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        data: FederatedData,
+        *,
+        state: State | None = None,
+        chunk: int = 2,
+        generic: bool = True,
+        moves_fixed: bool | Collection[str] = False,
+        atol: float = 5e-5,
+        seed: int = 7,
+    ) -> None:
+        """Plays two rounds. Arguments and errors are those of `check`; `chunk` is how many clients run side by side."""
+        checks.kind('algorithm', algorithm, Algorithm)
+        checks.kind('data', data, FederatedData)
+        checks.number('atol', atol)
+        sizes = np.asarray(data.size)
+        held = np.flatnonzero(sizes)
+        if len(held) <= MEMBERS or len(set(sizes.tolist())) < 2:
+            raise ValueError(f'data must have more than {MEMBERS} clients with examples, not all of one size')
+        self.algorithm, self.data, self.chunk, self.generic, self.atol = algorithm, data, chunk, generic, atol
+        self.moves_fixed = moves_fixed if isinstance(moves_fixed, bool) else tuple(moves_fixed)
+        self.by_size = held[np.argsort(sizes[held], kind='stable')]
+        rows = np.linspace(0, len(held) - 1, MEMBERS).round().astype(int)[[3, 1, 0, 4, 2]]
+        self.cohort = jnp.asarray(self.by_size[rows], jnp.int32)
+        self.absent = np.setdiff1d(np.arange(len(sizes)), np.asarray(self.cohort))
+        self.key = jax.random.key(seed)
+        self.keys = jax.vmap(lambda t: jax.random.fold_in(self.key, t))(jnp.arange(2))
+        self.before = simulate.init(algorithm, self.key, data) if state is None else state
+        self.traces = 0
+        inner = simulate.make_round(algorithm, chunk=chunk)
+
+        def counted(*args: Any) -> Any:
+            self.traces += 1
+            return inner(*args)
+
+        self.round = jax.jit(counted)
+        self.state, self.report = self.rounds(data)
+
+    def rounds(self, data: FederatedData, ids: Array | None = None) -> tuple[State, Any]:
+        """The same two rounds on other data, or by other clients."""
+        state, report = self.before, None
+        for key in self.keys:
+            state, report = self.round(key, state, data, self.cohort if ids is None else ids)
+        return state, report
+
+
+def check(
+    algorithm: Algorithm,
+    data: FederatedData | None = None,
+    *,
+    state: State | None = None,
+    skip: Collection[str] = (),
+    generic: bool = True,
+    moves_fixed: bool | Collection[str] = False,
+    atol: float = 5e-5,
+    seed: int = 7,
+) -> None:
+    """Demands of an algorithm all that the library's own are tested for, in seconds. It does not need pytest.
+
+    Args:
+      algorithm: any `Algorithm`.
+      data: what it can train on: more than five clients with examples, of different sizes. By default `clients()`:
+        eight of 1 to 200 examples, [12] float32, of five classes.
+      state: what the rounds begin with, for a stage that takes over from training; by default `simulate.init`.
+      skip: names of `CLAUSES` that are left out, such as 'nobody' for a server that adds noise.
+      generic: whether there is a generic model, `predict(server, None, x)`.
+      moves_fixed: whether the server moves what is `fixed` of `Variables`, or the names of those parts that it moves.
+      atol: how far results may be apart that differ in the order of sums alone.
+      seed: of all randomness.
+
+    Raises:
+      ContractError: an `AssertionError` that names each broken clause, what was seen, and what to do.
+      ValueError: for arguments that are not of their kind.
+    """
+    if unknown := sorted(set(skip) - set(CLAUSES)):
+        raise ValueError(f'no clause is called {", ".join(unknown)}; there are {", ".join(CLAUSES)}')
+    data = clients() if data is None else data
+    try:
+        play = Play(algorithm, data, state=state, generic=generic, moves_fixed=moves_fixed, atol=atol, seed=seed)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever jax or the algorithm raises while it is traced
+        raise ContractError(f'trace: two rounds cannot be compiled and run: {told(error)}') from error
+    broken, cause = [], None
+    for name, clause in CLAUSES.items():
+        if name in skip:
+            continue
+        try:
+            said = clause(play)
+        except Exception as error:
+            said, cause = told(error), error
+        if said:
+            broken.append(f'{name}: {said}')
+    if broken:
+        raise ContractError('\n'.join(broken)) from cause
+
+
+def trace(play: Play) -> str:
+    """One trace, and the same structure, shapes and types round after round."""
+    if said := restructured(play.before, play.state):
+        return f'the state goes in and comes out as {said}: keep its structure'
+    pairs = zip(jax.tree_util.tree_leaves_with_path(play.before), jax.tree.leaves(play.state), strict=True)
+    for (path, u), v in pairs:
+        if described(u) != described(v):
+            place = jax.tree_util.keystr(path)
+            return f'state{place} goes in as {described(u)} and comes out as {described(v)}: return what came in'
+    if play.traces > 1:
+        return (
+            f'two rounds were traced {play.traces} times: a function of the algorithm does something else, or finds '
+            'another type, the second time'
+        )
+    return ''
+
+
+def pure(play: Play) -> str:
+    """The same round twice has the same result bit for bit, and traced again it is the same program."""
+    if said := changed(play.rounds(play.data)[0], play.state, 0):
+        return f'the same rounds once more leave another state, {said}: draw random numbers from keys, not on the host'
+    arguments = play.key, play.before, play.data, play.cohort
+    # A new function, because jax remembers what it has traced and would not look again.
+    again = jax.make_jaxpr(simulate.make_round(play.algorithm, chunk=play.chunk))(*arguments)
+    programs = [
+        ADDRESS.sub('', str(made.jaxpr)) + str([np.asarray(u).tobytes() for u in plain(made.consts)])
+        for made in (play.round.trace(*arguments).jaxpr, again)
+    ]
+    if programs[0] != programs[1]:
+        return 'traced again, a round is another program: keep counters and random numbers in states and keys'
+    return ''
+
+
+def chunks(play: Play) -> str:
+    """Clients one at a time, or two side by side with nobody beside the last, do the same."""
+    other = Play(play.algorithm, play.data, state=play.before, chunk=1)
+    if said := changed(other.state, play.state, play.atol):
+        return (
+            f'clients one at a time and two side by side leave different states, {said}: `aggregate.partial` must be '
+            'a sum over messages, and means are made in `finish`'
+        )
+    if said := changed(other.report.loss, play.report.loss, 0.2 * play.atol):
+        return f'clients one at a time and two side by side report different losses, {said}: mean over real examples'
+    return ''
+
+
+def order(play: Play) -> str:
+    """The order of messages does not change what the server makes of them."""
+    before, (joining, follow) = play.before, (play.algorithm.aggregate, play.algorithm.server)
+    shapes = jax.eval_shape(
+        lambda server, client: play.algorithm.client(play.key, server, client, play.data.shard(0))[1],
+        before.server,
+        jax.tree.map(lambda u: u[0], before.clients),
+    )
+    rng = np.random.default_rng(0)
+    weights, turned = jnp.array([3.0, 1.0, 0.0, 4.0, 2.0]), jnp.array([2, 4, 0, 1, 3])
+
+    def drawn(u: Any) -> Array:
+        low, high = (0.5, 1.5) if jnp.issubdtype(u.dtype, jnp.inexact) else (1, 3)
+        values = jnp.asarray(rng.uniform(low, high, (MEMBERS, *u.shape)).astype(u.dtype))
+        return values.at[2].set(0)  # as the engine has it where the weight is 0
+
+    @jax.jit
+    def join(sent: Tree, weights: Array) -> Tree:
+        return joining.finish(joining.partial(sent, weights, jnp.arange(MEMBERS), MEMBERS))
+
+    @jax.jit
+    def serve(value: Tree) -> Tree:
+        return follow(play.key, before.server, Aggregate(value, jnp.sum(weights), jnp.sum(jnp.sign(weights)), MEMBERS))
+
+    sent = jax.tree.map(drawn, shapes)
+    values = join(sent, weights), join(jax.tree.map(lambda u: u[turned], sent), weights[turned])
+    # What is joined may be the messages one by one, as long as the server does not mind their order.
+    if changed(*values, play.atol) and (said := changed(serve(values[0]), serve(values[1]), play.atol)):
+        return f'the same messages in another order lead to another server, {said}: nothing may depend on slots'
+    return ''
+
+
+def padding(play: Play) -> str:
+    """Junk in the padding of the table of rows changes nothing."""
+    data = play.data
+    n = jnp.arange(data.index.shape[1])
+    junk = (jnp.arange(data.num_clients)[:, None] * 31 + n * 17) % len(data.y)
+    dirty = data._replace(index=jnp.where(n < data.size[:, None], data.index, junk).astype(data.index.dtype))
+    if said := changed(play.rounds(dirty)[0], play.state, 0):
+        return f'other rows in the padding of `shard.index` change the state, {said}: only the first `size` are real'
+    return ''
+
+
+def owned(play: Play) -> str:
+    """Not a bit changes if all rows but a client's own, labels included, turn into junk: nor if it owns none."""
+    data = play.data
+    emptied = int(play.cohort[-1])
+    clean = data._replace(size=data.size.at[emptied].set(0), counts=data.counts.at[emptied].set(0))
+    small = [int(k) for k in play.by_size if k != emptied][:2]
+    for client in (*small, emptied):
+        own = np.zeros(len(data.y), bool)
+        own[np.asarray(data.index[client, : int(clean.size[client])])] = True
+        mine = jnp.asarray(own)
+        if jnp.issubdtype(data.x.dtype, jnp.inexact):
+            junk = jnp.resize(jnp.array([jnp.nan, 3e38, -jnp.inf], data.x.dtype), data.x.shape)
+        else:
+            junk = ~data.x
+        x = jnp.where(mine.reshape(-1, *[1] * (data.x.ndim - 1)), data.x, junk)
+        dirty = clean._replace(x=x, y=jnp.where(mine, data.y, 10**6).astype(data.y.dtype))
+        ids = jnp.full(MEMBERS, data.num_clients, jnp.int32).at[1].set(client)
+        one, other = (play.rounds(d, ids)[0] for d in (clean, dirty))
+        holds = f'a client of {int(clean.size[client])} examples'
+        if said := changed(one, other, 0):
+            return f"others' examples reach {holds}: junk in them changes the state, {said}: use rows of `shard.index`"
+        if said := unsound(other, play.before):
+            return f'{holds} alone in a round leaves {said}: mind empty batches and division by 0'
+    return ''
+
+
+def finite(play: Play) -> str:
+    """State and reports hold neither NaN nor infinity; a client's state may hold infinity that it began with."""
+    if said := unsound(play.state, play.before):
+        return f'two rounds leave {said}: mind division by 0, logarithms of 0 and classes that a client lacks'
+    if said := unsound(play.report.info, None):
+        return f'the report `info` has {said}: mind the client without a step'
+    return ''
+
+
+def absent(play: Play) -> str:
+    """Clients that do not take part keep their state bit for bit."""
+    before, after = (jax.tree.map(lambda u: u[play.absent], s.clients) for s in (play.before, play.state))
+    if said := changed(before, after, 0):
+        return f'the states of clients that did not take part have changed, {said}'
+    wanted = sorted([*np.asarray(play.cohort).tolist(), play.data.num_clients])
+    if sorted(np.asarray(play.report.ids).tolist()) != wanted:
+        return f'the round was one of clients {np.asarray(play.report.ids).tolist()}, not {wanted}'
+    return ''
+
+
+def company(play: Play) -> str:
+    """A client does the same in other company and in another lane."""
+    guest = int(play.cohort[2])
+    others = np.setdiff1d(play.by_size, [guest])
+    found = []
+    for ids in (np.asarray(play.cohort), np.array([*others[-4:], guest]), np.array([guest, *others[:4][::-1]])):
+        state, report = play.round(play.key, play.before, play.data, jnp.asarray(ids, jnp.int32))
+        at = int(np.flatnonzero(np.asarray(report.ids) == guest)[0])
+        told = jax.tree.map(lambda u, at=at: u[at], report.info)
+        found.append((told, jax.tree.map(lambda u: u[guest], state.clients)))
+    for other in found[1:]:
+        said = changed(other[0], found[0][0], 1e-6) or changed(other[1], found[0][1], play.atol)
+        if said:
+            return f'a client does something else in other company, {said}: draw from the key that it is given alone'
+    return ''
+
+
+def several(play: Play) -> str:
+    """Several rounds in one call are the same rounds."""
+    inner = simulate.make_round(play.algorithm, chunk=2)
+    together = jax.jit(simulate.several(lambda key, state, data: inner(key, state, data, play.cohort)))
+    state, reports = together(play.keys, play.before, play.data)
+    if said := changed(state, play.state, play.atol):
+        return f'two rounds in one call and in two leave different states, {said}: what counts must be in the state'
+    return '' if reports.loss.shape == (2,) else f'the losses of two rounds have the shape {reports.loss.shape}'
+
+
+def resumed(play: Play) -> str:
+    """Resumed from a checkpoint it goes on bit for bit."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = checkpoints.Files(Path(folder))
+        files.save(1, play.round(play.keys[0], play.before, play.data, play.cohort)[0], play.key, [{'round': 1.0}])
+        _, restored = files.restore(play.before, play.key)
+    if said := changed(play.round(play.keys[1], restored, play.data, play.cohort)[0], play.state, 0):
+        return f'resumed from a checkpoint it comes to another state, {said}: what a round needs must be in the state'
+    return ''
+
+
+def nobody(play: Play) -> str:
+    """A round in which nobody holds an example moves no parameter, statistic or optimizer; without any `Variables` on
+    the server, no prediction."""
+    data = play.data
+    none = data._replace(size=jnp.zeros_like(data.size), counts=jnp.zeros_like(data.counts))
+    after, _ = play.round(play.key, play.state, none, play.cohort)
+    models = [[(v.params, v.stats) for v in variables(s.server)] for s in (play.state, after)]
+    opts = [getattr(s.server, 'opt', ()) for s in (play.state, after)]
+    advice = 'let the server stay as it was where `aggregate.clients` is 0'
+    if said := changed(models[0], models[1], 0) or changed(opts[0], opts[1], 0):
+        return f'a round without any example moves the server, {said}: {advice}'
+    if not models[0]:
+        client = None if play.generic else jax.tree.map(lambda u: u[0], play.state.clients)
+        logits = [play.algorithm.predict(s.server, client, data.x[:3]) for s in (play.state, after)]
+        if said := changed(logits[0], logits[1], 0):
+            return f'a round without any example changes predictions, {said}: {advice}'
+    if said := unsound(after, play.before):
+        return f'a round without any example leaves {said}: mind division by 0'
+    return ''
+
+
+def predict(play: Play) -> str:
+    """Predictions are logits of every class, of the generic model and of each client's."""
+    x, classes = play.data.x[:3], play.data.num_classes
+    mine = jax.tree.map(lambda u: u[0], play.state.clients)
+    for what, client in (('generic', None), ("client's", mine)):
+        expects = play.generic or client is not None
+        try:
+            made = jax.eval_shape(play.algorithm.predict, play.state.server, client, x)
+        except ValueError as error:
+            if not expects:
+                continue
+            return f'the {what} model does not predict: {told(error)}' + (
+                '; without one, say generic=False' if client is None else ''
+            )
+        if not expects:
+            return 'without a generic model, predict(server, None, x) must raise ValueError and say so'
+        if not isinstance(made, jax.ShapeDtypeStruct):
+            return f'the {what} model makes {checks.shown(made)}, and logits are one array'
+        if made.shape != (len(x), classes) or not jnp.issubdtype(made.dtype, jnp.floating):
+            return (
+                f'the {what} model makes {described(made)} of {len(x)} examples, and logits are '
+                f'float32[{len(x)},{classes}]'
+            )
+    return ''
+
+
+def fixed(play: Play) -> str:
+    """What is `fixed` of the server's `Variables` never moves, or only those parts that `moves_fixed` names."""
+    if play.moves_fixed is True:
+        return ''
+    left_out = play.moves_fixed or ()
+
+    def kept(v: Variables) -> Tree:
+        return {k: u for k, u in v.fixed.items() if k not in left_out} if isinstance(v.fixed, dict) else v.fixed
+
+    before, after = ([kept(v) for v in variables(s.server)] for s in (play.before, play.state))
+    if said := changed(before, after, 0):
+        return f'fixed parts have moved, {said}: put into `params` what is trained, or name it in moves_fixed'
+    return ''
+
+
+CLAUSES: dict[str, Callable[[Play], str]] = {
+    clause.__name__: clause
+    for clause in (
+        trace, pure, chunks, order, padding, owned, finite, absent, company, several, resumed, nobody, predict, fixed
+    )
+}  # fmt: skip
+"""The contract. A clause says in one line what was seen and what to do about it, and nothing where it is kept."""
+
+
+def variables(server: Tree) -> list[Variables]:
+    """All that a server's state holds of them, wherever."""
+    found = jax.tree.leaves(server, is_leaf=lambda u: isinstance(u, Variables))
+    return [u for u in found if isinstance(u, Variables)]
+
+
+def plain(leaves: Any) -> list[Array]:
+    """Leaves that NumPy can hold: keys become their numbers."""
+    return [jax.random.key_data(u) if keyed(u) else u for u in jax.tree.leaves(leaves)]
+
+
+def keyed(u: Any) -> bool:
+    """Whether an array is one of random keys."""
+    return jax.dtypes.issubdtype(getattr(u, 'dtype', np.float32), jax.dtypes.prng_key)
+
+
+def described(u: Any) -> str:
+    """Type and shape, and whether it is one that yields to others."""
+    return f'{u.dtype}[{",".join(map(str, u.shape))}]{" (weak)" if getattr(u, "weak_type", False) else ""}'
+
+
+def restructured(a: Tree, b: Tree) -> str:
+    """The structures of two trees where they differ."""
+    one, other = (str(jax.tree.structure(u)) for u in (a, b))
+    if one == other:
+        return ''
+    start = next((i for i, (u, v) in enumerate(zip(one, other, strict=False)) if u != v), 0)
+    return ' and '.join(f'...{text[max(start - 20, 0) : start + 40]}...' for text in (one, other))
+
+
+def changed(a: Tree, b: Tree, atol: float) -> str:
+    """Where two trees of one structure are apart by more than `atol`, and how far; nothing where they agree."""
+    if said := restructured(a, b):
+        return said
+    apart = []
+    for (path, u), v in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        place = jax.tree_util.keystr(path) or 'there'
+        one, other = (np.asarray(plain(w)[0]) for w in (u, v))
+        if one.shape != other.shape:
+            return f'{place} is {one.shape} and {other.shape}'
+        same = (one == other) | ((one != one) & (other != other))
+        if same.all():
+            continue
+        gap = float(np.max(np.abs(one.astype(np.float64) - other.astype(np.float64))[~same]))
+        if not gap <= atol:
+            apart.append(f'{place} by {gap:.2g}' if np.isfinite(gap) else f'{place} where one is NaN or infinite')
+    more = f' and {len(apart) - 1} more' if len(apart) > 1 else ''
+    return apart[0] + more if apart else ''
+
+
+def unsound(a: Tree, first: State | None) -> str:
+    """Where a tree holds NaN or infinity; what was infinite in the first states of clients may be so."""
+    began = [] if first is None else jax.tree.leaves(State((), first.clients))
+    leaves = jax.tree_util.tree_leaves_with_path(a)
+    infinite = [False] * (len(leaves) - len(began)) + [bool(np.isinf(np.asarray(plain(u)[0])).any()) for u in began]
+    for (path, leaf), may in zip(leaves, infinite, strict=True):
+        u = np.asarray(plain(leaf)[0]).astype(np.float64)
+        if np.isnan(u).any() or (np.isinf(u).any() and not may):
+            return f'NaN or infinity in {jax.tree_util.keystr(path)}'
+    return ''
+
+
+def told(error: Exception) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines() or ['']
+    text = f'{type(error).__name__}: {lines[0]}'.rstrip(': ')
+    return text if len(text) <= 200 else text[:197] + '...'

@@ -1,0 +1,147 @@
+"""A method of one's own: proven in one line, and run by name from the command line, in studies and in programs."""
+
+import importlib
+import json
+import sys
+
+import pytest
+import toys
+
+from fedjax_nc import experiments, local, testing
+from fedjax_nc.experiments import Setting, command, recipes, runner
+from fedjax_nc.experiments.study import Study
+
+MODULE = '''
+"""FedAvg with steps that are halved, and the same with a decay of the head."""
+
+from fedjax_nc import tree
+from fedjax_nc.algorithms import fedavg
+from fedjax_nc.experiments import recipes
+
+
+def algorithm(objective, client_opt, *, share=0.5, plan):
+    base = fedavg.algorithm(objective, client_opt, plan=plan)
+
+    def client(key, server, mine, shard):
+        mine, message, info = base.client(key, server, mine, shard)
+        return mine, message._replace(delta=tree.scale(message.delta, share)), info
+
+    return base._replace(client=client)
+
+
+def decayed(objective, client_opt, *, decay=0.01, **kwargs):
+    def penalty(v, z, batch, server, client):
+        return 0.5 * decay * tree.sqdist(v.params['head'], tree.scale(v.params['head'], 0.0))
+
+    return fedavg.algorithm(objective, client_opt, penalty=penalty, **kwargs)
+
+
+METHOD = recipes.Method('Halved / ETF', recipes.shared(algorithm), ('etf',), server=False)
+number = 3
+
+
+def bare(x):
+    return x
+
+
+class Factory:
+    def __init__(self, task, client_opt, *, plan):
+        pass
+'''
+DIGITS = {'dataset': 'digits', 'max_examples': 300, 'clients': 6, 'rounds': 2, 'local_epochs': 1}
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path_factory, monkeypatch):
+    """The module `steps.halved` in a folder from which Python imports."""
+    folder = tmp_path_factory.mktemp('own')
+    (folder / 'steps').mkdir()
+    (folder / 'steps' / 'halved.py').write_text(MODULE)
+    (folder / 'steps' / 'broken.py').write_text('import nothing_of_that_name\n')
+    (folder / 'steps' / 'wrong.py').write_text('1 +\n')
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module('steps.halved')
+    for name in [name for name in sys.modules if name.split('.')[0] == 'steps']:
+        del sys.modules[name]
+
+
+def test_it_is_proven_in_one_line(mine):
+    testing.check(mine.algorithm(toys.task, local.sgd(0.05), plan=local.Plan(16, 2)))
+
+
+def test_it_has_a_label_and_a_folder_of_its_own():
+    by_name = {name: Setting(**DIGITS, algorithm=f'steps.halved:{name}') for name in ('algorithm', 'decayed', 'METHOD')}
+    assert [setting.label for setting in by_name.values()] == ['halved', 'decayed', 'Halved / ETF']
+    names = [setting.name for setting in by_name.values()]
+    assert [name.rpartition('-')[0] for name in names] == ['halved-digits', 'decayed-digits', 'Halved_ETF-digits']
+    assert len({setting.digest for setting in by_name.values()}) == 3
+    assert by_name['METHOD'].head == 'etf'
+    assert Setting.of(json.loads(json.dumps(by_name['METHOD'].plain()))) == by_name['METHOD']
+    assert recipes.named('fedavg') is recipes.RECIPES['fedavg']
+
+
+def test_the_command_line_takes_it_with_its_options(tmp_path, capsys):
+    told = {}
+    for name, flags in {
+        'half': ['--algorithm', 'steps.halved:algorithm', '--head', 'cosine'],
+        'none': ['--algorithm', 'steps.halved:algorithm', '--head', 'cosine', '--options', 'share=0'],
+    }.items():
+        small = ['--dataset', 'digits', '--max-examples', '300', '--clients', '6', '--rounds', '2']
+        told[name] = command.main([*small, '--local-epochs', '1', *flags, '--out', str(tmp_path / name)])
+        config = json.loads((tmp_path / name / 'config.json').read_text())
+        assert config['algorithm'] == told[name]['algorithm'] == 'steps.halved:algorithm'
+        assert (tmp_path / name / 'accuracy.png').exists()
+    assert told['half']['global_accuracy'] != told['none']['global_accuracy']
+    assert told['half']['personal_accuracy'] > 0
+
+
+def test_a_study_takes_it_beside_others(tmp_path):
+    path = tmp_path / 'mine.toml'
+    path.write_text(
+        'title = "Mine"\nseeds = [0]\nmetrics = {general = "global_accuracy"}\n[setting]\n'
+        + ''.join(f'{name} = {json.dumps(value)}\n' for name, value in DIGITS.items())
+        + '[methods]\nFedAvg = {algorithm = "fedavg"}\n'
+        'Mine = {algorithm = "steps.halved:decayed", options = {decay = 0.1}, server_optimizer = "fedadam"}\n'
+    )
+    study = Study.read(path)
+    assert runner.carry_out(study, tmp_path / 'out', show=False) == []
+    found = [runner.summary(run, tmp_path / 'out') for run in study.runs]
+    assert [summary['algorithm'] for summary in found] == ['fedavg', 'steps.halved:decayed']
+    assert sorted(path.name.split('-')[0] for path in (tmp_path / 'out' / 'runs').iterdir()) == ['decayed', 'fedavg']
+
+
+def test_clients_count_as_asked_where_the_factory_can_say_so(tmp_path):
+    setting = Setting(**DIGITS, algorithm='steps.halved:METHOD')
+    assert experiments.run(setting, tmp_path, progress=False)['global_accuracy'] > 0
+    method = recipes.named('steps.halved:algorithm')
+    recipe = method(toys.tiny, toys.opt, toys.PLAN, weigh='alike')  # ignored, as by the library's own
+    assert recipe.personalize is not None
+    with pytest.raises(ValueError, match=r'^halved has no server model'):
+        method(toys.tiny, toys.opt, toys.PLAN, server_opt=recipes.SERVER_OPTIMIZERS['fedadam']())
+    with pytest.raises(ValueError, match=r"halved cannot take the options \{'mu': 1\}"):
+        method(toys.tiny, toys.opt, toys.PLAN, options={'mu': 1})
+
+
+@pytest.mark.parametrize(
+    ('name', 'said'),
+    [
+        ('fedfoo', "algorithm must be one of fedavg, .* or 'module:factory', not 'fedfoo'"),
+        (3, "or 'module:factory', not 3"),
+        (
+            'steps.nowhere:algorithm',
+            "ModuleNotFoundError: No module named 'steps.nowhere': is its folder in PYTHONPATH",
+        ),
+        ('steps.broken:algorithm', "No module named 'nothing_of_that_name'"),
+        ('steps.wrong:algorithm', 'SyntaxError: invalid syntax'),
+        (':algorithm', 'algorithm :algorithm: ValueError'),
+        ('steps.halved:', "the module steps.halved has no ''"),
+        ('steps.halved:algoritm', "the module steps.halved has no 'algoritm'"),
+        ('steps.halved:number', r'must be a recipes.Method, or a factory \(task, client_opt, .*, not 3'),
+        ('steps.halved:bare', 'must be a recipes.Method, or a factory .* not <function bare>'),
+        ('steps.halved:Factory', 'must be a recipes.Method, or a factory'),
+    ],
+)
+def test_what_is_none_is_refused_early_in_one_line(name, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        Setting(**DIGITS, algorithm=name)
+    assert '\n' not in str(caught.value)
