@@ -61,6 +61,43 @@ def class_distribution(
     return figure
 
 
+def example_tiles(rows: Mapping[str, ArrayLike]) -> 'Figure':
+    """Shows images in rows, such as a few of each client.
+
+    Args:
+        rows: name -> images [n, H, W] or [n, H, W, ch] with 1 or 3 channels, uint8 or floating in [0, 1], which all
+            rows have of one size; what lies beyond is cut off.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: if there is no row, or images are of another shape.
+        ImportError: without matplotlib.
+    """
+    if not rows:
+        raise ValueError('`rows` is empty: give at least one name -> images.')
+    tiles = {name: np.asarray(images) for name, images in rows.items()}
+    sizes = {images.shape[1:] if images.ndim == 4 else (*images.shape[1:], 1) for images in tiles.values()}
+    if len(sizes) > 1 or any(len(size) != 3 or size[-1] not in (1, 3) for size in sizes):
+        raise ValueError(f'`rows` must hold images [n, H, W, ch] of one size; got {sorted(sizes)}.')
+    ((height, width, channels),) = sizes
+    most = max(len(images) for images in tiles.values())
+    canvas = np.ones((len(tiles) * (height + 1) - 1, most * (width + 1) - 1, channels))
+    for i, images in enumerate(tiles.values()):
+        seen = images / 255 if images.dtype == np.uint8 else np.clip(images, 0, 1)
+        for j, image in enumerate(seen.reshape(len(images), height, width, channels)):
+            canvas[i * (height + 1) :, j * (width + 1) :][:height, :width] = image
+    figure, (axes,) = _figure(0.45 * most * width / height + 1.2, 0.45 * len(tiles) + 0.3)
+    axes.imshow(canvas if channels == 3 else canvas[..., 0], cmap='gray', vmin=0, vmax=1, interpolation='nearest')
+    axes.set_xticks([])
+    axes.set_yticks([i * (height + 1) + (height - 1) / 2 for i in range(len(tiles))], labels=list(tiles))
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return figure
+
+
 Curves = Mapping[str, tuple[ArrayLike, ArrayLike]]
 """name -> (rounds [R], values [R] or [seeds, R])."""
 

@@ -212,6 +212,99 @@ def test_iid_and_natural():
     assert [rows.tolist() for rows in parts] == [[0, 1, 3], [2]]
 
 
+@pytest.mark.parametrize('count', [10, 0])
+def test_sizes_differ_and_labels_do_not(count):
+    parts = partition.dirichlet_sizes(BALANCED, 20, 0.5, seed=1, min_size=count)
+    assert_covers(parts, 50_000)
+    assert sizes(parts).min() >= count
+    assert sizes(parts).max() > 3 * 2500
+    for rows in parts:
+        if len(rows) >= 500:
+            np.testing.assert_allclose(np.bincount(BALANCED[rows], minlength=10) / len(rows), 0.1, atol=0.06)
+    for a, b in zip(parts, partition.dirichlet_sizes(BALANCED, 20, 0.5, seed=1, min_size=count), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert sizes(partition.dirichlet_sizes(BALANCED, 20, 0.5, seed=2)).tolist() != sizes(parts).tolist()
+
+
+@pytest.mark.parametrize(('clients', 'alpha'), [(100, 0.01), (100, 1e-300), (5000, 0.05), (1, 0.1), (100, 1e300)])
+def test_shares_drawn_end_with_the_minimum_met(clients, alpha):
+    parts = partition.dirichlet_sizes(BALANCED, clients, alpha, seed=0)
+    assert_covers(parts, 50_000)
+    assert len(parts) == clients
+    assert sizes(parts).min() >= 10
+    if alpha == 1e300:
+        assert set(sizes(parts)) == {500}
+
+
+def test_shares_follow_the_recipe():
+    rng = np.random.default_rng((3, 0))
+    q = rng.dirichlet([0.7] * 6)
+    rows, want, start = rng.permutation(500), [], 0
+    for k in range(6):
+        stop = 500 if k == 5 else round(500 * q[: k + 1].sum())
+        want.append(sorted(rows[start:stop].tolist()))
+        start = stop
+    got = partition.dirichlet_sizes(np.arange(500) % 4, 6, 0.7, seed=3, min_size=0)
+    assert [sorted(rows.tolist()) for rows in got] == want
+
+
+def test_power_law_has_the_sizes_of_the_rule():
+    for clients, exponent, least in ((30, 1.0, 10), (30, 0.0, 0), (1, 2.0, 10), (100, 1e6, 5), (7, 0.5, 0)):
+        parts = partition.power_law(BALANCED, clients, exponent, seed=4, min_size=least)
+        assert_covers(parts, 50_000)
+        share = 1.0 / np.arange(1, clients + 1) ** exponent if exponent < 1e3 else np.eye(clients)[0]
+        want = least + (50_000 - least * clients) * share / share.sum()
+        assert abs(np.sort(sizes(parts))[::-1] - want).max() <= 1
+    tight = partition.power_law(np.arange(60) % 3, 6, 3.0, seed=0, min_size=10)
+    assert set(sizes(tight)) == {10}
+    big = max(partition.power_law(BALANCED, 30, 1.0, seed=4), key=len)
+    np.testing.assert_allclose(np.bincount(BALANCED[big]) / len(big), 0.1, atol=0.02)
+    first, same, other = (partition.power_law(BALANCED, 30, 1.0, seed=seed) for seed in (0, 0, 1))
+    assert all(np.array_equal(a, b) for a, b in zip(first, same, strict=True))
+    assert sizes(first).tolist() != sizes(other).tolist()
+
+
+def test_numbers_of_classes_are_uneven():
+    parts = partition.uneven_classes(BALANCED, 200, (2, 6), seed=0)
+    assert_covers(parts, 50_000)
+    held = np.array([np.bincount(BALANCED[rows], minlength=10) for rows in parts])
+    numbers = (held > 0).sum(axis=1)
+    assert set(numbers) == {2, 3, 4, 5, 6}
+    np.testing.assert_allclose(np.bincount(numbers)[2:], 40, atol=20)
+    holders = (held > 0).sum(axis=0)
+    assert np.ptp(holders) <= 1  # as equally as numbers allow
+    for c in range(10):
+        assert np.ptp(held[:, c][held[:, c] > 0]) <= 1
+    given = [1, 10, 3, 1, 4]
+    parts = partition.uneven_classes(BALANCED, 5, given, seed=0)
+    assert_covers(parts, 50_000)
+    assert classes(parts, BALANCED).tolist() == given
+    assert (np.diff(BALANCED[parts[1]]) < 0).sum() > 5  # shuffled
+    for seed, alike in ((0, True), (1, False)):
+        again = partition.uneven_classes(BALANCED, 5, given, seed=seed)
+        assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True)) == alike
+
+
+@pytest.mark.parametrize(('clients', 'numbers'), [(10, (1, 1)), (3, (4, 4)), (40, (10, 10)), (11, (1, 2))])
+def test_no_class_is_left_over_however_few_are_held(clients, numbers):
+    for seed in range(10):
+        parts = partition.uneven_classes(BALANCED[::50], clients, numbers, seed=seed)
+        assert_covers(parts, 1000)
+        assert numbers[0] <= classes(parts, BALANCED[::50]).min() <= classes(parts, BALANCED[::50]).max() <= numbers[1]
+
+
+def test_a_client_has_one_domain():
+    domains = np.random.default_rng(0).permutation(np.repeat(['photo', 'sketch', 'clip'], [90, 41, 70]))
+    parts = partition.by_domain(domains, 7, seed=0)
+    assert_covers(parts, 201)
+    order = list(dict.fromkeys(domains.tolist()))
+    for k, rows in enumerate(parts):
+        assert set(domains[rows]) == {order[k % 3]}
+    for d in range(3):
+        assert np.ptp(sizes(parts[d::3])) <= 1
+    assert not all(np.array_equal(a, b) for a, b in zip(parts, partition.by_domain(domains, 7, seed=1), strict=True))
+
+
 @pytest.mark.parametrize(
     ('count', 'factor', 'total', 'tail'),
     [(10, 50, 13_996, 100), (10, 100, 12_406, 50), (100, 50, 12_608, 10), (100, 100, 10_847, 5), (10, 1, 50_000, 5000)],
@@ -254,6 +347,23 @@ def test_long_tail_of_unequal_classes_keeps_what_there_is():
         (lambda: partition.shards([0, 2, 2], 2, 1, seed=0), 'class 1 has no example'),
         (lambda: partition.shards(BALANCED, 4, 2, seed=0), 'cannot hold 10 classes'),
         (lambda: partition.shards(np.arange(10).repeat(12), 100, 2, seed=0), 'lower `clients`'),
+        (lambda: partition.dirichlet_sizes(BALANCED, 10, 0, seed=0), '`alpha` must be positive'),
+        (lambda: partition.dirichlet_sizes(BALANCED[:50], 6, 0.1, seed=0), '6 clients cannot have 10'),
+        (lambda: partition.power_law(BALANCED, 10, -1, seed=0), '`exponent` must not be negative'),
+        (lambda: partition.power_law(BALANCED, 10, np.inf, seed=0), '`exponent` must be finite'),
+        (lambda: partition.power_law(BALANCED[:50], 6, 1, seed=0), '6 clients cannot have 10'),
+        (lambda: partition.uneven_classes(BALANCED, 9, 2, seed=0), 'a range, or one number per client'),
+        (lambda: partition.uneven_classes(BALANCED, 9, (0, 2), seed=0), 'must be at least 1'),
+        (lambda: partition.uneven_classes(BALANCED, 9, (2, 11), seed=0), 'cannot hold 11 of 10 classes'),
+        (lambda: partition.uneven_classes(BALANCED, 9, (3, 2), seed=0), 'name the smaller number first'),
+        (lambda: partition.uneven_classes(BALANCED, 9, (3, 2, 1), seed=0), 'must be two numbers or 9; got 3'),
+        (lambda: partition.uneven_classes(BALANCED, 4, (2, 2), seed=0), '8 classes for all clients together'),
+        (lambda: partition.uneven_classes([0, 2], 2, [1, 1], seed=0), 'class 1 has no example'),
+        (lambda: partition.uneven_classes(np.arange(10), 6, (9, 9), seed=0), 'class 0 has 1 examples for'),
+        (lambda: partition.by_domain('abc', 3, seed=0), 'one client id per example'),
+        (lambda: partition.by_domain(['a', 'b'], 1, seed=0), '1 clients of one domain each leave some of 2'),
+        (lambda: partition.by_domain(['a', 'b'], 3, seed=0), 'domain 0 has 1 examples for 2 clients'),
+        (lambda: partition.by_domain(['a', 'b'], 2, seed=-1), '`seed` must be at least 0'),
         (lambda: partition.long_tail(BALANCED, 0.5, seed=0), 'at least 1'),
         (lambda: partition.long_tail(BALANCED, 6000, seed=0), 'leaves nothing of class 9'),
     ],

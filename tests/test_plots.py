@@ -50,6 +50,23 @@ def test_many_classes_and_clients():
         assert png(plots.class_distribution(data, kind))
 
 
+def test_tiles_show_the_images():
+    rng = np.random.default_rng(0)
+    grey = rng.integers(0, 256, (3, 4, 5)).astype(np.uint8)
+    figure = plots.example_tiles({'one': grey, 'two': (grey[:2, ..., None] / 255).astype(np.float32) + 2})
+    (image,) = figure.axes[0].get_images()
+    shown = np.asarray(image.get_array())
+    assert shown.shape == (9, 17)
+    np.testing.assert_allclose(shown[:4, 6:11], grey[1] / 255)
+    np.testing.assert_array_equal(shown[5:, :5], 1)  # cut off
+    np.testing.assert_array_equal(shown[4], 1)  # the gap between rows
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ['one', 'two']
+    assert png(plots.example_tiles({'rgb': rng.random((2, 6, 6, 3))}))
+    for wrong in ({}, {'a': grey, 'b': grey[:, :3]}, {'a': grey[0]}, {'a': rng.random((2, 6, 6, 4))}):
+        with pytest.raises(ValueError, match='`rows`'):
+            plots.example_tiles(wrong)
+
+
 def test_accuracy_curves():
     rounds, seeds = np.arange(5), np.array([[0.1, 0.2, 0.3, 0.4, 0.5], [0.3, 0.4, 0.5, 0.6, 0.7]])
     figure = plots.accuracy_curves({'FedAvg': (rounds, seeds[0]), 'FedETF': (rounds, seeds)}, title='digits')

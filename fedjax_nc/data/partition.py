@@ -5,7 +5,7 @@ every example to exactly one client, always terminate, and shuffle each client's
 """
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -179,9 +179,142 @@ def shards(labels: ArrayLike, clients: int, classes_per_client: int, *, seed: in
     owner = np.empty(len(labels), np.intp)
     for c, rows in enumerate(_shuffled_classes(rng, labels)):
         holders = rng.permutation(np.flatnonzero((classes == c).any(axis=1)))
-        if len(rows) < len(holders):
-            raise ValueError(f'class {c} has {len(rows)} examples for {len(holders)} clients; lower `clients`.')
-        owner[rows] = holders[np.arange(len(rows)) % len(holders)]
+        _deal(owner, rows, holders, f'class {c}')
+    return _lists(rng, owner, clients)
+
+
+def dirichlet_sizes(labels: ArrayLike, clients: int, alpha: float, *, seed: int, min_size: int = 10) -> Parts:
+    """Size skew without label skew: random examples, in shares drawn from a Dirichlet distribution.
+
+    Client k gets the shuffled examples from round(P (q_1 + .. + q_{k-1})) to round(P (q_1 + .. + q_k)),
+    q ~ Dir(alpha 1_K): the quantity skew of Li et al. (Federated Learning on Non-IID Data Silos, ICDE 2022). Arguments,
+    results, errors and what is done about small clients are those of `dirichlet`, which skews both.
+    """
+    labels = _checked(labels, clients, seed, min_size)
+    alpha = _concentration(alpha)
+
+    def draw(rng: np.random.Generator) -> NDArray[np.intp]:
+        owner = np.empty(len(labels), np.intp)
+        ends = np.minimum(np.rint(_proportions(rng, alpha, clients).cumsum() * len(labels)), len(labels))
+        ends[-1] = len(labels)
+        owner[rng.permutation(len(labels))] = np.repeat(np.arange(clients), np.diff(ends.astype(np.intp), prepend=0))
+        return owner
+
+    return _repaired(draw, clients, min_size, seed)
+
+
+def power_law(labels: ArrayLike, clients: int, exponent: float, *, seed: int, min_size: int = 10) -> Parts:
+    """Size skew without label skew by a rule: the k-th largest client has a share in proportion to `k ** -exponent`.
+
+    Every client gets `min_size` random examples, and of the rest its share, rounded so that nothing is left; which
+    client is which is drawn. The skew of sizes that real populations have, as those of LEAF (Caldas et al., 2018).
+
+    Args:
+        labels: [P] integers in [0, C).
+        clients: K.
+        exponent: 0 for equal sizes; with 1 the largest of 100 clients has a fifth of what is shared out.
+        seed: a non-negative integer.
+        min_size: smallest client allowed.
+
+    Returns:
+        K arrays of row numbers.
+
+    Raises:
+        ValueError: if the request is malformed or cannot be met.
+    """
+    labels = _checked(labels, clients, seed, min_size)
+    exponent = arguments.number('`exponent`', exponent)
+    rng = np.random.default_rng(seed)
+    shares = np.exp(-exponent * np.log(np.arange(1, clients + 1)))  # of the largest: 0 at worst, never NaN
+    rest = len(labels) - min_size * clients
+    ends = np.rint(shares.cumsum() / shares.sum() * rest).astype(np.intp)
+    sizes = min_size + np.diff(ends, prepend=0)
+    return np.split(rng.permutation(len(labels)), rng.permutation(sizes).cumsum()[:-1])
+
+
+def uneven_classes(
+    labels: ArrayLike, clients: int, classes_per_client: tuple[int, int] | Sequence[int], *, seed: int
+) -> Parts:
+    """Gives clients different numbers of classes.
+
+    Client k holds c_k classes, drawn uniformly from a range or given. In random order, each client takes the classes
+    that fewest have taken before it, ties at random, so that none is left over; the examples of a class are dealt
+    equally to its holders. A client of more classes has more examples. Where c_k differs as in the scenes of FedProto
+    (Tan et al., AAAI 2022), and for equal c_k the `#C = k` of Li et al. (ICDE 2022).
+
+    Args:
+        labels: [P] integers in [0, C), no class empty.
+        clients: K.
+        classes_per_client: (fewest, most), both included; or K numbers, one for each client. For two clients a pair is
+            their numbers.
+        seed: a non-negative integer.
+
+    Returns:
+        K arrays of row numbers.
+
+    Raises:
+        ValueError: if the request is malformed, a number lies outside of [1, C], the clients together hold fewer than
+            C classes, or a class has fewer examples than holders.
+    """
+    labels = _checked(labels, clients, seed)
+    arguments.several('`classes_per_client`', classes_per_client, 'a range, or one number per client')
+    sizes = np.bincount(labels)
+    num_classes = len(sizes)
+    if not sizes.all():
+        raise ValueError(f'class {sizes.argmin()} has no example: number the classes that there are from 0.')
+    for number in classes_per_client:
+        checks.whole('each of `classes_per_client`', number)
+        if number > num_classes:
+            raise ValueError(f'a client cannot hold {number} of {num_classes} classes.')
+    rng = np.random.default_rng(seed)
+    if len(classes_per_client) == clients:
+        numbers = np.asarray(classes_per_client)
+    elif len(classes_per_client) == 2:
+        low, high = classes_per_client
+        if low > high:
+            raise ValueError(f'`classes_per_client` goes from {low} to {high}: name the smaller number first.')
+        numbers = rng.integers(low, high + 1, clients)
+    else:
+        raise ValueError(f'`classes_per_client` must be two numbers or {clients}; got {len(classes_per_client)}.')
+    if numbers.sum() < num_classes:
+        raise ValueError(f'{numbers.sum()} classes for all clients together leave some of {num_classes} with nobody.')
+    holds = np.zeros((clients, num_classes), bool)
+    for k in rng.permutation(clients):
+        row = rng.permutation(num_classes)
+        holds[k, row[np.argsort(holds.sum(axis=0)[row], kind='stable')][: numbers[k]]] = True
+
+    owner = np.empty(len(labels), np.intp)
+    for c, rows in enumerate(_shuffled_classes(rng, labels)):
+        _deal(owner, rows, rng.permutation(np.flatnonzero(holds[:, c])), f'class {c}')
+    return _lists(rng, owner, clients)
+
+
+def by_domain(domains: Iterable[Hashable], clients: int, *, seed: int) -> Parts:
+    """Clients of one domain each: the camera, hospital or style of drawing that examples come from.
+
+    Client k holds examples of domain k mod D, domains in order of appearance; those of a domain are dealt equally to
+    its clients. Feature skew as in FedBN (Li et al., ICLR 2021), where every client has a data set of its own.
+
+    Args:
+        domains: [P] hashable values, one per example, as for `natural`, which is one client per domain.
+        clients: K, at least as many as there are domains.
+        seed: a non-negative integer.
+
+    Returns:
+        K arrays of row numbers.
+
+    Raises:
+        ValueError: if the request is malformed, a domain would have no client, or has fewer examples than clients.
+    """
+    groups = natural(domains)
+    checks.whole('`clients`', clients)
+    checks.whole('`seed`', seed, 0)
+    if clients < len(groups):
+        raise ValueError(f'{clients} clients of one domain each leave some of {len(groups)} with nobody.')
+    rng = np.random.default_rng(seed)
+    owner = np.empty(sum(map(len, groups)), np.intp)
+    for d, rows in enumerate(groups):
+        _deal(owner, rng.permutation(rows), np.arange(d, clients, len(groups)), f'domain {d}')
     return _lists(rng, owner, clients)
 
 
@@ -247,6 +380,13 @@ def long_tail(labels: ArrayLike, imbalance_factor: float, *, seed: int) -> NDArr
             f'it can be at most {sizes.max()}, the size of the largest class.'
         )
     return np.sort(np.concatenate([rows[:n] for rows, n in zip(_shuffled_classes(rng, labels), keep, strict=True)]))
+
+
+def _deal(owner: NDArray[np.intp], rows: NDArray[np.intp], holders: NDArray[np.intp], what: str) -> None:
+    """Writes the holders of rows into `owner`, each as often as the next."""
+    if len(rows) < len(holders):
+        raise ValueError(f'{what} has {len(rows)} examples for {len(holders)} clients; lower `clients`.')
+    owner[rows] = holders[np.arange(len(rows)) % len(holders)]
 
 
 def _checked(labels: ArrayLike, clients: int, seed: int, min_size: int = 1) -> NDArray[np.intp]:
