@@ -30,6 +30,7 @@ from fedjax_nc import population as population
 from fedjax_nc import privacy as privacy
 from fedjax_nc import server_optimizers as server_optimizers
 from fedjax_nc import simulate as simulate
+from fedjax_nc import testing as testing
 from fedjax_nc import training as training
 from fedjax_nc import tree as tree
 from fedjax_nc import watch as watch

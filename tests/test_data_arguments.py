@@ -99,7 +99,7 @@ BAD = [
         None, 3, X, (X, Y, X, Y, 3, 'toy'), SET._replace(y_train=Y + HUGE), SET._replace(y_train=Y - 1),
         SET._replace(y_train=Y[:5]), SET._replace(y_train=Y + 0.5), SET._replace(y_train=None),
     )),
-    *((data.load_dataset, 'name', value) for value in (None, 3, 'mnist', '', ['digits'], b'digits', {})),
+    *((data.load_dataset, 'name', value) for value in (None, 3, 'imagenet', '', ['digits'], b'digits', {})),
     *((data.load_dataset, 'data_dir', value) for value in (3, b'x', ['x'], True, NAN)),
     *((f, 'x', value) for f in list(TYPICAL)[17:20] for value in (None, 3, 'abc')),
     *((f, 'x', PIXELS[0]) for f in (images.random_crop, images.random_flip)),

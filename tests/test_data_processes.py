@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from test_sources import SIZES, assert_same, prepares, write_archive
 
-from fedjax_nc.data import DatasetUnavailableError, load_dataset, sources
+from fedjax_nc.data import DatasetUnavailableError, cifar, load_dataset, prepared, sources, store
 
 ROUNDS = 3
 FOLDER = '.cifar10.unfinished'
 
 
 def shrink(patch):
-    for name, spec in list(sources._CIFAR.items()):
-        patch.setitem(sources._CIFAR, name, spec._replace(sizes=SIZES))
-    patch.setattr(sources, '_reachable', lambda url: False)
+    for name in cifar.SOURCES:
+        patch.setitem(sources.SOURCES, name, sources.SOURCES[name]._replace(sizes=SIZES))
+    patch.setattr(prepared, 'reachable', lambda url: False)
 
 
 @pytest.fixture
@@ -38,11 +38,11 @@ def load_often(folder, barrier, results):
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
         tfds.core.GeneratorBasedBuilder  # noqa: B018  # what is loaded late, is loaded before the start
-        prepare, prepared = sources._prepare, []
-        patch.setattr(sources, '_prepare', lambda *arguments: prepared.append(1) or prepare(*arguments))
+        prepare, made = prepared.prepare, []
+        patch.setattr(prepared, 'prepare', lambda *arguments: made.append(1) or prepare(*arguments))
         for i in range(ROUNDS):
             barrier.wait(60)
-            prepared.clear()
+            made.clear()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter('always')
                 try:
@@ -50,7 +50,7 @@ def load_often(folder, barrier, results):
                 except Exception as error:
                     arrays = repr(error)
             waits = sum('waiting for another process' in str(warning.message) for warning in caught)
-            results.put((i, arrays, len(prepared), waits))
+            results.put((i, arrays, len(made), waits))
 
 
 @prepares
@@ -158,7 +158,7 @@ def unwritable(monkeypatch):
     def refuse(path):
         raise PermissionError(13, 'Permission denied', str(path))
 
-    monkeypatch.setattr(sources.filelock, 'FileLock', refuse)
+    monkeypatch.setattr(store.filelock, 'FileLock', refuse)
 
 
 def test_a_complete_folder_may_be_read_only(archive, tmp_path, request):

@@ -78,7 +78,8 @@ def test_cifar_resumes_to_the_uninterrupted_run(finished, tmp_path):
     ('args', 'said'),
     [
         (['--alpha', '0'], 'argument --alpha: 0 is out of range'),
-        (['--algorithm', 'fedfoo'], 'invalid choice'),
+        (['--algorithm', 'fedfoo'], 'algorithm must be one of fedavg, '),
+        (['--algorithm', 'fed.foo:algorithm'], "No module named 'fed': is its folder in PYTHONPATH?"),
         (['--algorithm', 'fednh', '--head', 'linear'], "fednh has no head 'linear', it takes prototypes"),
         (['--clients', '500'], '500 clients cannot have 10 examples each'),
         (['--model', 'cnn'], 'at least 18x18'),
@@ -178,9 +179,11 @@ def test_readme_programs_run(capsys, tmp_path, monkeypatch):
     assert namespace['fair'].mean > 0.8
     monkeypatch.chdir(tmp_path)
     exec(blocks('python')[2], namespace)
+    assert (namespace['sites'].num_clients, int(namespace['sites'].size.sum())) == (3, 321)
+    exec(blocks('python')[3], namespace)
     assert namespace['summary']['personal_accuracy'] > 0.5
     assert [path.name for path in (tmp_path / 'runs').iterdir()] == [namespace['setting'].name]
-    exec(blocks('python')[3], namespace)
+    exec(blocks('python')[4], namespace)
     assert 0 < float(namespace['report'].loss) < 3
 
 

@@ -37,12 +37,13 @@ class TestSetting:
         seen = {Setting().digest}
         other = {'dataset': 'digits', 'partition': 'iid', 'tests': 'common', 'model': 'cnn', 'norm': 'group',
                  'precision': 'bfloat16', 'pixels': 'cifar10_fednh', 'crop_mode': 'reflect', 'flip': True,
-                 'algorithm': 'fedavg', 'options': {'a': 1}, 'head': 'linear', 'loss': 'positive',
+                 'algorithm': 'fedavg', 'options': {'a': 1}, 'head': 'linear', 'loss': 'positive', 'features': 'noisy',
                  'personal': 'latest', 'weigh': 'alike', 'server_optimizer': 'sgd', 'server_momentum': 0.5,
                  'participation': 0.5, 'lr_decay': 0.5, 'momentum': 0.5, 'weight_decay': 0.5,
-                 'test_share': 0.5}  # fmt: skip
+                 'test_share': 0.5, 'loading': {'label': 'y'}}  # fmt: skip
         for field in dataclasses.fields(Setting):
-            seen.add(Setting(**{field.name: other.get(field.name, 7)}).digest)
+            own = {'dataset': 'own.csv'} if field.name == 'loading' else {}  # has a meaning for files alone
+            seen.add(Setting(**own, **{field.name: other.get(field.name, 7)}).digest)
         assert len(seen) == 1 + len(dataclasses.fields(Setting))
         assert Setting(**Setting().plain()).digest == Setting().digest  # what is said need not be left out
         same = 'from fedjax_nc.experiments import Setting; print(Setting().digest)'
@@ -52,7 +53,7 @@ class TestSetting:
     @pytest.mark.parametrize(
         ('wrong', 'said'),
         [
-            ({'dataset': 'mnist'}, 'dataset must be one of cifar10'),
+            ({'dataset': 'imagenet'}, 'dataset must be one of digits, cifar10'),
             ({'algorithm': 'fedfoo'}, 'algorithm must be one of fedavg'),
             ({'model': 'vit'}, 'model must be one of mlp'),
             ({'partition': 'stars'}, 'partition must be one of dirichlet'),

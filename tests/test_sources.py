@@ -19,26 +19,26 @@ import zipfile
 import numpy as np
 import pytest
 
-from fedjax_nc.data import DatasetUnavailableError, load_dataset, sources, subset
+from fedjax_nc.data import DatasetUnavailableError, cifar, load_dataset, prepared, sources, store, subset
 
 SIZES = (25, 10)
-prepares = pytest.mark.skipif(not sources._prepares(), reason='needs tensorflow-datasets and array_record')
+prepares = pytest.mark.skipif(not prepared.possible(), reason='needs tensorflow-datasets and array_record')
 
 
 @pytest.fixture
 def small(monkeypatch):
     """CIFAR of 25 + 10 images instead of 50,000 + 10,000, and no network."""
-    for name, spec in list(sources._CIFAR.items()):
-        monkeypatch.setitem(sources._CIFAR, name, spec._replace(sizes=SIZES))
-    monkeypatch.setattr(sources, '_reachable', lambda url: False)
+    for name in cifar.SOURCES:
+        monkeypatch.setitem(sources.SOURCES, name, sources.SOURCES[name]._replace(sizes=SIZES))
+    monkeypatch.setattr(prepared, 'reachable', lambda url: False)
 
 
 def write_archive(folder, name, *, change=None):
     """Writes an official archive of random images; returns them in order."""
-    spec = sources._CIFAR[name]
+    spec, members = sources.SOURCES[name], cifar.MEMBERS[name]
     rng = np.random.default_rng(len(spec.labels))
     images, labels, files = {}, {}, {}
-    for split, names, size in (('train', spec.train, SIZES[0]), ('test', spec.test, SIZES[1])):
+    for split, names, size in (('train', members.train, SIZES[0]), ('test', members.test, SIZES[1])):
         images[split] = rng.integers(0, 256, (size, 32, 32, 3), dtype=np.uint8)
         labels[split] = np.stack([rng.integers(0, n, size) for n in spec.labels.values()], 1).astype(np.uint8)
         planes = images[split].transpose(0, 3, 1, 2).reshape(size, 3072)
@@ -46,7 +46,7 @@ def write_archive(folder, name, *, change=None):
         files.update({n: part.tobytes() for n, part in zip(names, np.array_split(records, len(names)), strict=True)})
     if change:
         change(files)
-    with tarfile.open(folder / spec.archive, 'w:gz') as tar:
+    with tarfile.open(folder / spec.files[0], 'w:gz') as tar:
         for file, content in {'batches.meta.txt': b'airplane\n', **files}.items():
             info = tarfile.TarInfo(f'cifar-binary/{file}')
             info.size = len(content)
@@ -69,7 +69,7 @@ def test_archive_then_prepared_then_cache(small, tmp_path, name, classes):
     assert (dataset.num_classes, dataset.name) == (classes, name)
     assert not list(tmp_path.glob('.*'))  # nothing unfinished
 
-    (tmp_path / sources._CIFAR[name].archive).unlink()
+    (tmp_path / sources.SOURCES[name].files[0]).unlink()
     (tmp_path / f'{name}.npz').unlink()
     assert_same(load_dataset(name, str(tmp_path)), arrays)
 
@@ -79,9 +79,9 @@ def test_archive_then_prepared_then_cache(small, tmp_path, name, classes):
 
 @pytest.mark.parametrize(('name', 'classes'), [('cifar10', 10), ('cifar100', 100)])
 def test_archive_then_cache_without_tfds(small, tmp_path, monkeypatch, name, classes):
-    monkeypatch.setattr(sources, '_prepares', lambda: False)
+    monkeypatch.setattr(prepared, 'possible', lambda: False)
     arrays = write_archive(tmp_path, name)
-    archive = tmp_path / sources._CIFAR[name].archive
+    archive = tmp_path / sources.SOURCES[name].files[0]
     dataset = load_dataset(name, tmp_path)
     assert_same(dataset, arrays)
     assert (dataset.num_classes, dataset.name) == (classes, name)
@@ -91,7 +91,7 @@ def test_archive_then_cache_without_tfds(small, tmp_path, monkeypatch, name, cla
 
 
 def test_what_needs_tfds_says_so(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, '_prepares', lambda: False)
+    monkeypatch.setattr(prepared, 'possible', lambda: False)
     with pytest.raises(DatasetUnavailableError, match=r'Put cifar-10-binary\.tar\.gz from .*pip install') as info:
         load_dataset('cifar10', tmp_path)
     assert '\n' not in str(info.value)
@@ -148,11 +148,11 @@ def test_download(small, tmp_path, monkeypatch):
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, 'log_message', lambda *_: None)
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
-    monkeypatch.setattr(sources, '_reachable', lambda url: True)
+    monkeypatch.setattr(prepared, 'reachable', lambda url: True)
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         base = f'http://127.0.0.1:{server.server_port}'
-        monkeypatch.setattr(sources._Cifar, 'url', property(lambda spec: f'{base}/{spec.archive}'))
+        monkeypatch.setattr(store.Source, 'url', lambda spec, file: f'{base}/{file}')
         assert_same(load_dataset('cifar10', tmp_path / 'data'), arrays)
         assert (tmp_path / 'data' / 'cifar-10-binary.tar.gz').exists()
         with pytest.raises(DatasetUnavailableError, match=r'could not be downloaded.*cifar-100-binary\.tar\.gz'):
@@ -177,8 +177,8 @@ def test_probe_is_short(monkeypatch):
         release.wait(20)
         raise OSError
 
-    monkeypatch.setattr(sources.socket, 'create_connection', hang)
-    assert not sources._reachable('https://example.org/file', timeout=0.05)
+    monkeypatch.setattr(prepared.socket, 'create_connection', hang)
+    assert not prepared.reachable('https://example.org/file', timeout=0.05)
     release.set()
     asked = []
 
@@ -186,10 +186,10 @@ def test_probe_is_short(monkeypatch):
         asked.append(address)
         return io.BytesIO()
 
-    monkeypatch.setattr(sources.socket, 'create_connection', connect)
-    assert sources._reachable('https://example.org/file')
+    monkeypatch.setattr(prepared.socket, 'create_connection', connect)
+    assert prepared.reachable('https://example.org/file')
     monkeypatch.setenv('https_proxy', 'http://proxy.example.org:3128')
-    assert sources._reachable('https://example.org/file')
+    assert prepared.reachable('https://example.org/file')
     assert asked == [('example.org', 443), ('proxy.example.org', 3128)]
 
 
@@ -247,7 +247,7 @@ def test_damaged_files(small, tmp_path):
             load_dataset('cifar10', tmp_path)
 
     cache.unlink()
-    if not sources._prepares():
+    if not prepared.possible():
         return
     record = next((tmp_path / 'cifar10').glob('*/*train*array_record*'))
     record.write_bytes(record.read_bytes()[:50])
@@ -466,9 +466,9 @@ def test_broken_caches(small, tmp_path):
 
 
 @pytest.fixture
-def prepared(small, tmp_path):
+def ready(small, tmp_path):
     """A folder as TFDS leaves it, without cache and archive."""
-    if not sources._prepares():
+    if not prepared.possible():
         pytest.skip('needs tensorflow-datasets and array_record')
     arrays = write_archive(tmp_path, 'cifar10')
     load_dataset('cifar10', tmp_path)
@@ -510,15 +510,15 @@ def encoded(width, height, mode='RGB', kind='png'):
         ({'label': lambda: b'cat'}, ''),
     ],
 )
-def test_hostile_records(prepared, tmp_path, changes, message):
-    folder, _ = prepared
+def test_hostile_records(ready, tmp_path, changes, message):
+    folder, _ = ready
     record = example(**{name: value() for name, value in changes.items()})
     rewrite(next(folder.glob('*train.array*')), lambda records: [*records[1:], record])
     assert re.search(message, refused(folder, 'delete it', lambda: load_dataset('cifar10', tmp_path)))
 
 
-def test_broken_records(prepared, tmp_path):
-    folder, arrays = prepared
+def test_broken_records(ready, tmp_path):
+    folder, arrays = ready
     file = next(folder.glob('*test.array*'))
     whole = file.read_bytes()
     flipped = bytearray(whole)
@@ -537,9 +537,9 @@ def test_broken_records(prepared, tmp_path):
 
 
 @pytest.mark.parametrize('where', ['features', 'legacy features', 'info', 'metadata', 'rubbish'])
-def test_nothing_that_a_prepared_folder_names_is_imported(prepared, tmp_path, monkeypatch, where):
+def test_nothing_that_a_prepared_folder_names_is_imported(ready, tmp_path, monkeypatch, where):
     """TFDS imports the module of every feature that features.json or dataset_info.json names."""
-    folder, arrays = prepared
+    folder, arrays = ready
     (tmp_path / 'modules').mkdir()
     (tmp_path / 'modules' / 'hostile.py').write_text(f'open({str(tmp_path / "imported")!r}, "w").close()')
     monkeypatch.syspath_prepend(tmp_path / 'modules')
@@ -596,8 +596,8 @@ def test_subset_is_stratified():
 
 
 def test_unknown_names_are_told_the_known():
-    with pytest.raises(ValueError, match=r"'mnist'.*digits.*cifar10.*cifar100"):
-        load_dataset('mnist')
+    with pytest.raises(ValueError, match=r"'imagenet'.*digits.*cifar10.*cifar100.*mnist"):
+        load_dataset('imagenet')
 
 
 def test_imports_are_late_and_missing_packages_named():

@@ -159,7 +159,7 @@ class TestStudy:
             ({'setting': 3}, 'setting cannot be 3'),
             ({'kind': 'survey'}, 'kind must be one of training, geometry'),
             ({'setting': {'learning_rate': 1}}, 'FedAvg, skewed, seed 0: no setting is called learning_rate'),
-            ({'setting': {'dataset': 'mnist'}}, 'FedAvg, skewed, seed 0: dataset must be one of'),
+            ({'setting': {'dataset': 'imagenet'}}, 'FedAvg, skewed, seed 0: dataset must be one of'),
             ({'methods': {'FedAvg': {'algorithm': 'fedfoo'}}}, 'algorithm must be one of'),
             ({'methods': {'FedAvg': {'algorithm': 'fedavg', 'metrics': {'x': 'y'}}}}, 'metrics of FedAvg has no x'),
             ({'baseline': 'FedFoo'}, 'FedFoo'),

@@ -1,32 +1,47 @@
 """Data for federated learning.
 
 partition: labels -> which examples lie on which client
+features: clients that see the same things differently
 federated: a pool and a partition -> `FederatedData`; local test splits
+dataset: what a data set is, and parts of one
 sources: data sets by name
-files: data sets from a user's own files
+folders, femnist: folders of images; LEAF's writers
+files, tables, hub: data sets from a user's own `.npz`, CSV and Parquet files, and of Hugging Face
 images: preprocessing and augmentation on the device
 synthetic: small made-up data sets
 """
 
 from fedjax_nc.data import images
+from fedjax_nc.data.dataset import Dataset, DatasetUnavailableError, keep, subset
+from fedjax_nc.data.features import add_noise, rotate
 from fedjax_nc.data.federated import class_weights, common_test, federate, matched_tests, split
+from fedjax_nc.data.femnist import load_femnist
 from fedjax_nc.data.files import load_npz
+from fedjax_nc.data.folders import load_cinic10, load_folder, load_tiny_imagenet
+from fedjax_nc.data.hub import load_hub
 from fedjax_nc.data.partition import (
+    by_domain,
     dirichlet,
     dirichlet_capped,
     dirichlet_draws,
     dirichlet_multiclass,
+    dirichlet_sizes,
     iid,
     long_tail,
     natural,
+    power_law,
     shards,
+    uneven_classes,
 )
-from fedjax_nc.data.sources import Dataset, DatasetUnavailableError, load_dataset, subset
+from fedjax_nc.data.sources import load_dataset
 from fedjax_nc.data.synthetic import clusters, spiral
+from fedjax_nc.data.tables import load_table
 
 __all__ = [
     'Dataset',
     'DatasetUnavailableError',
+    'add_noise',
+    'by_domain',
     'class_weights',
     'clusters',
     'common_test',
@@ -34,16 +49,27 @@ __all__ = [
     'dirichlet_capped',
     'dirichlet_draws',
     'dirichlet_multiclass',
+    'dirichlet_sizes',
     'federate',
     'iid',
     'images',
+    'keep',
+    'load_cinic10',
     'load_dataset',
+    'load_femnist',
+    'load_folder',
+    'load_hub',
     'load_npz',
+    'load_table',
+    'load_tiny_imagenet',
     'long_tail',
     'matched_tests',
     'natural',
+    'power_law',
+    'rotate',
     'shards',
     'spiral',
     'split',
     'subset',
+    'uneven_classes',
 ]

@@ -1,24 +1,29 @@
-"""Data sets from a user's own files."""
+"""Data sets from a user's own `.npz` files."""
 
 import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fedjax_nc.data import arguments
-from fedjax_nc.data.sources import Dataset, DatasetUnavailableError
+from fedjax_nc.data import arguments, decoded
+from fedjax_nc.data.dataset import Dataset, DatasetUnavailableError
+
+_FURTHER = ('classes', 'clients_train', 'clients_test')
 
 
 def load_npz(path: str | os.PathLike[str]) -> Dataset:
-    """Loads a data set from an `.npz` file, as `np.savez` makes it of four arrays.
+    """Loads a data set from an `.npz` file, as `np.savez` makes it of four arrays and up to three more.
 
     Args:
         path: the file, with `x_train`, `y_train`, `x_test` and `y_test`. Examples `[n, ...]` are of one type and shape,
-            images of bytes `[n, H, W, ch]` for instance; labels are whole numbers from 0. Nothing is unpickled.
+            images of bytes `[n, H, W, ch]` for instance; labels are whole numbers from 0. It may hold `classes`, their
+            names, and `clients_train` and `clients_test`: whose an example is, whole numbers from 0. Nothing is
+            unpickled.
 
     Returns:
-        The data set, named after the file, with one class more than the largest label.
+        The data set, named after the file; without `classes`, with one class more than the largest label.
 
     Raises:
         DatasetUnavailableError: if there is no such file.
@@ -32,23 +37,22 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
         with np.load(path, allow_pickle=False) as file:
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise ValueError('it holds one array without a name')
-            if sorted(file.files) != sorted(fields):
+            if sorted({*file.files} - {*_FURTHER}) != sorted(fields):
                 raise ValueError(f'it holds {", ".join(sorted(file.files))}, not {", ".join(fields)}')
-            x_train, y_train, x_test, y_test = (np.asarray(file[name]) for name in fields)
+            arrays: dict[str, Any] = {name: np.asarray(file[name]) for name in file.files}
     except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f'{path} cannot be read: {" ".join(str(error).split())}') from error
     try:
-        if x_train.shape[1:] != x_test.shape[1:] or x_train.dtype != x_test.dtype or not x_train.shape[1:]:
-            raise ValueError(
-                f'x_train {x_train.shape} {x_train.dtype} and x_test {x_test.shape} {x_test.dtype} do not go together'
-            )
-        train, test = (
-            arguments.labels('y_train', y_train, len(x_train)),
-            arguments.labels('y_test', y_test, len(x_test)),
-        )
-        classes = int(train.max()) + 1
-        if test.max() >= classes:
-            raise ValueError(f'y_test goes to {test.max()} and y_train to {classes - 1}')
+        classes = arrays.pop('classes', None)
+        if classes is not None:
+            if classes.dtype.kind != 'U' or classes.ndim != 1 or not len(classes):
+                raise ValueError(f'classes must be a vector of names, not {classes.dtype} {classes.shape}')
+            count = len(classes)
+        else:
+            count = int(arguments.labels('y_train', arrays['y_train']).max()) + 1
+            if (most := arguments.labels('y_test', arrays['y_test']).max()) >= count:
+                raise ValueError(f'y_test goes to {most} and y_train to {count - 1}')
+        names = None if classes is None else tuple(classes.tolist())
+        return decoded.sound(Dataset(**arrays, num_classes=count, name=path.stem, classes=names))
     except ValueError as error:
         raise ValueError(f'{path}: {error}') from error
-    return Dataset(x_train, train.astype(np.int32), x_test, test.astype(np.int32), classes, path.stem)

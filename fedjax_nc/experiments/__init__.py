@@ -2,7 +2,8 @@
 here; the floors below are functions without any.
 
 setting: what tells one run from another, read from JSON or TOML and written as JSON
-recipes: methods by name
+parts: heads, losses, server optimizers and frames by name
+recipes: methods by name, and how one's own has one
 scene: from a setting to its data and its method
 measures: what is measured of a run
 pipeline: a run from its data to its summary

@@ -18,7 +18,17 @@ from jax.sharding import Mesh
 
 from fedjax_nc import data, devices, training
 from fedjax_nc.experiments import pipeline, recipes
-from fedjax_nc.experiments.setting import DATASETS, MODELS, PARTITIONS, Setting, described
+from fedjax_nc.experiments.setting import (
+    DATASETS,
+    FEATURES,
+    LOADERS,
+    MODELS,
+    NATURAL,
+    PARTITIONS,
+    TESTS,
+    Setting,
+    described,
+)
 
 IMBALANCE = (
     'largest class over smallest of a long-tailed training set; it is spread over clients, who are tested on parts '
@@ -68,9 +78,12 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     """A command line, with the defaults of `Setting`."""
     count, positive = number(int, 1, 10**6), number(float, 0, open_low=True)
     parser = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--dataset', choices=DATASETS)
+    parser.add_argument('--dataset', help=f'{", ".join(DATASETS)}; or NAME{", NAME".join(LOADERS)} in --data-dir')
+    parser.add_argument(
+        '--loading', nargs='+', type=options, metavar='NAME=VALUE', help='further arguments of what loads such a file'
+    )
     parser.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
-    parser.add_argument('--algorithm', choices=list(recipes.RECIPES))
+    parser.add_argument('--algorithm', help=f'{", ".join(recipes.RECIPES)}; or MODULE:FACTORY of your own')
     parser.add_argument(
         '--options', nargs='+', type=options, metavar='NAME=VALUE', help="further arguments of the algorithm's factory"
     )
@@ -87,9 +100,16 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--flip', action='store_true', default=None, help='mirror training images at random')
     parser.add_argument('--clients', type=count)
     parser.add_argument('--participation', type=number(float, 0, 1, open_low=True), help='share a round')
-    parser.add_argument('--partition', choices=list(PARTITIONS), help='by default dirichlet')
+    parser.add_argument('--partition', choices=[*PARTITIONS, NATURAL], help='by default dirichlet')
     parser.add_argument('--alpha', type=positive, help='of Dirichlet partitions')
-    parser.add_argument('--classes-per-client', type=count, help='of shards')
+    parser.add_argument('--classes-per-client', type=count, help='of shards, and the fewest of uneven_classes')
+    parser.add_argument('--most-classes', type=count, help='of uneven_classes')
+    parser.add_argument('--exponent', type=number(float, 0), help='of power_law')
+    parser.add_argument('--features', choices=list(FEATURES), help='whether clients see the same things differently')
+    parser.add_argument('--noise', type=number(float, 0), help='largest variance of noisy features')
+    parser.add_argument(
+        '--tests', choices=TESTS, help='what clients are tested on; by default split, matched where it is long-tailed'
+    )
     parser.add_argument('--test-share', type=number(float, 0, 1, open_low=True), help="of clients' examples")
     parser.add_argument('--imbalance', type=number(float, 1), help=IMBALANCE)
     parser.add_argument('--rounds', type=count)
@@ -127,8 +147,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
         base = described(args.setting)
     names = {field.name for field in dataclasses.fields(Setting)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    if 'options' in given:
-        given['options'] = {name: value for part in given['options'] for name, value in part.items()}
+    for several in {'options', 'loading'} & given.keys():
+        given[several] = {name: value for part in given[several] for name, value in part.items()}
     return Setting.of({**base, **given})
 
 

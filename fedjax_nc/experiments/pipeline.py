@@ -88,7 +88,7 @@ def run(
                 chunk=choice.chunk, mesh=mesh, rounds_per_call=choice.rounds_per_call, evaluate=evaluated,
                 eval_every=setting.eval_every, eval_last=setting.eval_last, out=out, resume=resume,
                 checkpoint_pause=PAUSE if jax.process_count() == 1 else 0, on_round=on_round, progress=progress,
-                name=setting.algorithm,
+                name=setting.label,
             )  # fmt: skip
         if mesh is not None:
             done = done._replace(state=jax.tree.map(jnp.asarray, jax.device_get(done.state)))
@@ -213,9 +213,9 @@ def picture(setting: Setting, recipe: recipes.Recipe, done: training.Run, out: P
     seen = [(row['round'], row[shown]) for row in done.history if shown in row]
     rounds, values = (np.array(column) for column in zip(*seen, strict=True))
     title = f'{setting.dataset}, {setting.clients} clients, {setting.partition}'
-    if setting.partition.startswith('dirichlet'):
+    if setting.partition.startswith('dirichlet') and setting.partition != 'dirichlet_sizes':
         title = f'{setting.dataset}, {setting.clients} clients, Dirichlet({setting.alpha:g})'
-    plots.accuracy_curves({setting.algorithm: (rounds, values)}, title=title).savefig(out / 'accuracy.png', dpi=150)
+    plots.accuracy_curves({setting.label: (rounds, values)}, title=title).savefig(out / 'accuracy.png', dpi=150)
 
 
 def settle(setting: Setting, out: Path, resume: bool) -> None:

@@ -1,15 +1,19 @@
 """From a setting to its data and its method."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
 from fedjax_nc import data, local, models
 from fedjax_nc.base import FederatedData
-from fedjax_nc.data import images
+from fedjax_nc.data import hub, images
+from fedjax_nc.data.partition import Parts
 from fedjax_nc.experiments import recipes
-from fedjax_nc.experiments.setting import MODELS, PARTITIONS, PIXELS, Setting
+from fedjax_nc.experiments.setting import FEATURES, LOADERS, MODELS, NATURAL, PARTITIONS, PIXELS, Setting
 from fedjax_nc.models.convolution import ConvFn
 
 ETF: dict[str, dict[str, Any]] = {
@@ -26,22 +30,29 @@ def load(setting: Setting, data_dir: str | Path | None = None) -> Scene:
     Raises:
       ValueError: for a partition that cannot be, and as `data.load_dataset`.
     """
-    if setting.dataset.endswith('.npz'):
-        dataset = data.load_npz(Path(data_dir or '.') / setting.dataset)
-    else:
-        dataset = data.load_dataset(setting.dataset, data_dir)
+    dataset = found(setting, data_dir)
     if setting.max_examples:
         dataset = data.subset(dataset, setting.max_examples, setting.seed)
     if setting.imbalance > 1:
-        kept = data.long_tail(dataset.y_train, setting.imbalance, seed=setting.seed)
-        dataset = dataset._replace(x_train=dataset.x_train[kept], y_train=dataset.y_train[kept])
-    parts = PARTITIONS[setting.partition](dataset.y_train, setting)
-    clients = data.federate(dataset.x_train, dataset.y_train, parts, dataset.num_classes)
+        dataset = data.keep(dataset, data.long_tail(dataset.y_train, setting.imbalance, seed=setting.seed))
+    owners = np.arange(0)
+    if setting.partition == NATURAL:
+        owners, parts = drawn(dataset, setting)
+    else:
+        parts = PARTITIONS[setting.partition](dataset.y_train, setting)
+    pool = FEATURES[setting.features](dataset.x_train, parts, setting)
+    clients = data.federate(pool, dataset.y_train, parts, dataset.num_classes)
     x, y = dataset.x_test, dataset.y_test
     if setting.tests == 'matched':
         tests = data.matched_tests(clients.counts, x, y, total=len(y), seed=setting.seed)
     elif setting.tests == 'common':
         tests = data.common_test(x, y, setting.clients, dataset.num_classes)
+    elif setting.tests == NATURAL:
+        if dataset.clients_test is None:
+            raise ValueError(
+                f"the test set of {setting.dataset} is nobody's: take tests 'split', 'matched' or 'common'"
+            )
+        tests = data.federate(x, y, owned(dataset.clients_test, owners), dataset.num_classes, allow_empty=True)
     else:
         clients, tests = data.split(clients, setting.test_share, seed=setting.seed)
     if not int(tests.size.sum()):
@@ -49,6 +60,46 @@ def load(setting: Setting, data_dir: str | Path | None = None) -> Scene:
             f'no client has a test example with tests {setting.tests!r}: take another kind, or a larger share'
         )
     return dataset, clients, tests
+
+
+def found(setting: Setting, data_dir: str | Path | None = None) -> data.Dataset:
+    """The data set of a setting, all of it.
+
+    Raises:
+      ValueError: if `loading` does not say what its loader needs, and as the loader.
+    """
+    if setting.own is None:
+        return data.load_dataset(setting.dataset, data_dir)
+    path = Path(data_dir or '.') / setting.dataset
+    load, where = LOADERS[setting.own], {}
+    if load is data.load_folder:
+        load, where = (data.load_hub, {}) if hub.saved(path) else (load, {'cache': data_dir})
+    try:
+        inspect.signature(load).bind(path, **setting.loading, **where)
+    except TypeError as error:
+        raise ValueError(f'loading of {setting.dataset}: {error}, of {load.__name__}') from error
+    return load(path, **setting.loading, **where)
+
+
+def drawn(dataset: data.Dataset, setting: Setting) -> tuple[NDArray[np.intp], Parts]:
+    """The ids of a run's natural clients, ascending, and their rows.
+
+    Raises:
+      ValueError: if there are none, or not as many.
+    """
+    if dataset.clients_train is None:
+        raise ValueError(f'{setting.dataset} has no clients of its own: name their column, or take another partition')
+    there = np.unique(dataset.clients_train)
+    if setting.clients > len(there):
+        raise ValueError(f'{setting.dataset} has {len(there)} clients of its own, not {setting.clients}: lower clients')
+    owners = np.sort(np.random.default_rng(setting.seed).permutation(there)[: setting.clients])
+    return owners, owned(dataset.clients_train, owners)
+
+
+def owned(ids: NDArray[np.int32], owners: NDArray[np.intp]) -> Parts:
+    """The rows of each owner."""
+    rows = dict(zip(dict.fromkeys(ids.tolist()), data.natural(ids), strict=True))  # both in order of appearance
+    return [rows.get(owner, np.zeros(0, np.intp)) for owner in owners.tolist()]
 
 
 def build(setting: Setting, dataset: data.Dataset, conv: ConvFn | None = None) -> recipes.Recipe:
@@ -75,7 +126,7 @@ def build(setting: Setting, dataset: data.Dataset, conv: ConvFn | None = None) -
     compares = setting.algorithm in ('moon', 'fedmmd') or options.get('base') == 'moon'
     if augment is not None and compares:
         options, augment = {**options, 'preprocess': augment}, None  # all models that are compared see the same pixels
-    return recipes.RECIPES[setting.algorithm](
+    return recipes.named(setting.algorithm)(
         models.from_flax(module, augment),
         local.sgd(setting.lr, setting.momentum, setting.weight_decay, setting.lr_decay, setting.clip or None),
         local.Plan(setting.batch_size, setting.local_epochs),

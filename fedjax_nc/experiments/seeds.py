@@ -121,7 +121,7 @@ def train(
     compiling = (time.perf_counter() - begun) / count
     histories: list[list[training.Row]] = [[] for _ in measures]
     stopped: dict[int, training.DivergedError] = {}
-    with Progress(f'{setting.algorithm}, {count} seeds', 0, setting.rounds, show=progress) as bar:
+    with Progress(f'{setting.label}, {count} seeds', 0, setting.rounds, show=progress) as bar:
         for t in range(setting.rounds):
             begun = time.perf_counter()
             held, reports = program(keys, held, pool, tables, jnp.int32(t))

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,14 @@ from fedjax_nc.data import images
 from fedjax_nc.data.partition import Parts
 from fedjax_nc.experiments import recipes
 
-DATASETS = ('cifar10', 'cifar100', 'digits')
+DATASETS = data.sources.NAMES
+LOADERS: dict[str, Callable[..., data.Dataset]] = {
+    '.npz': data.load_npz,
+    '.csv': data.load_table,
+    '.parquet': data.load_table,
+    '/': data.load_folder,
+}
+"""What loads a file or folder of a user's own, by the end of its name."""
 MODELS: dict[str, Callable[..., nn.Module]] = {
     'mlp': models.MLP,
     'cnn': models.CNN,
@@ -38,7 +46,19 @@ PARTITIONS: dict[str, Callable[[np.ndarray, 'Setting'], Parts]] = {
     'dirichlet_draws': lambda y, s: data.dirichlet_draws(y, s.clients, s.alpha, seed=s.seed),
     'shards': lambda y, s: data.shards(y, s.clients, s.classes_per_client, seed=s.seed),
     'iid': lambda y, s: data.iid(y, s.clients, seed=s.seed),
+    'dirichlet_sizes': lambda y, s: data.dirichlet_sizes(y, s.clients, s.alpha, seed=s.seed),
+    'power_law': lambda y, s: data.power_law(y, s.clients, s.exponent, seed=s.seed),
+    'uneven_classes': lambda y, s: data.uneven_classes(
+        y, s.clients, (s.classes_per_client, s.most_classes), seed=s.seed
+    ),
 }
+FEATURES: dict[str, Callable[[Any, Parts, 'Setting'], Any]] = {
+    'same': lambda x, parts, s: x,
+    'rotated': lambda x, parts, s: data.rotate(x, parts),
+    'noisy': lambda x, parts, s: data.add_noise(x, parts, s.noise, seed=s.seed),
+}
+"""How clients see their examples."""
+NATURAL = 'natural'  # each client has the examples that are its own, and may have test examples
 MODEL = {'cifar10': 'resnet20', 'cifar100': 'resnet20', 'digits': 'mlp'}
 LR = {'cifar10': 0.04, 'cifar100': 0.01, 'digits': 0.02}
 
@@ -54,7 +74,7 @@ PIXELS: dict[str, tuple[Any, Any]] = {
 }
 """Mean and deviation of pixels, by the data set and the paper that took them."""
 KEPT = ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')  # of which summaries have means over the last rounds
-TESTS = ('split', 'matched', 'common')
+TESTS = ('split', 'matched', 'common', NATURAL)
 PERSONAL = ('own', 'latest')
 SERVERS = {name: inspect.signature(make).parameters for name, make in recipes.SERVER_OPTIMIZERS.items()}
 
@@ -116,25 +136,35 @@ class Setting(Plain):
       ValueError: when made, for an unknown name or a number out of range.
     """
 
-    dataset: str = 'cifar10'  # one of DATASETS, or a file NAME.npz where data sets lie
+    dataset: str = 'cifar10'  # one of DATASETS, or where data sets lie a file NAME.npz, NAME.csv or NAME.parquet, or a
+    # folder NAME/ of images or of Hugging Face's `datasets`; cifar10_lt is cifar10 with an imbalance of 100
+    loading: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further arguments of what loads a file or
+    # folder: {'label': 'species', 'client': 'site'}
     max_examples: int = 0  # of the training set, as equally over the classes as it allows; 0 is all
     imbalance: float = 1.0  # largest over smallest class of a training set made long-tailed
-    clients: int = 20
-    partition: str = None  # type: ignore[assignment]  # 'dirichlet', and 'dirichlet_draws' where it is long-tailed
+    clients: int = 20  # with 'natural', as many of the data's own, drawn at random
+    partition: str = None  # type: ignore[assignment]  # 'dirichlet', 'dirichlet_draws' where it is long-tailed, and
+    # 'natural' for femnist
     alpha: float = 0.1  # of Dirichlet partitions
-    classes_per_client: int = 2  # of 'shards'
+    classes_per_client: int = 2  # of 'shards', and the fewest of 'uneven_classes'
+    most_classes: int = 5  # of 'uneven_classes'
+    exponent: float = 1.0  # of 'power_law'
+    features: str = 'same'  # one of FEATURES: what clients and their 'split' tests see of the same things; 'rotated' by
+    # quarter turns, or 'noisy', the more the higher the client's number
+    noise: float = 0.1  # largest variance of 'noisy'
     tests: str = None  # type: ignore[assignment]  # what clients are tested on: 'split', a part of their own examples;
     # 'matched', parts of the test set with their own proportions of classes, as in FedLoGe, and the default where it is
-    # long-tailed; 'common', the whole test set, on which classes then count as a client has them, as in FedNH
+    # long-tailed; 'common', the whole test set, on which classes then count as a client has them, as in FedNH;
+    # 'natural', a client's own test examples, and the default for femnist
     test_share: float = 0.3  # of each client's examples, with 'split'
-    model: str = None  # type: ignore[assignment]  # 'resnet20', and 'mlp' for digits
+    model: str = None  # type: ignore[assignment]  # 'resnet20', and 'mlp' for digits and tables
     norm: str = 'batch'  # or 'group': of ResNets and MobileNet
     precision: str = 'float32'  # or 'bfloat16': of the model's computations
     pixels: str = 'half'  # one of PIXELS: how images are normalised
     crop: int = 0  # pixels by which training images are padded and cropped at random
     crop_mode: str = 'constant'  # how they are padded: with black, or 'reflect'
     flip: bool = False  # whether they are mirrored at random
-    algorithm: str = 'fedetf'
+    algorithm: str = 'fedetf'  # one of RECIPES, or 'module:factory' of one's own, see `recipes.named`
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further arguments of the algorithm's factory
     head: str = None  # type: ignore[assignment]  # the algorithm's own, and so is the loss
     loss: str = None  # type: ignore[assignment]
@@ -161,36 +191,49 @@ class Setting(Plain):
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is None and field.default is not dataclasses.MISSING:
                 object.__setattr__(self, field.name, field.default)
+        if self.dataset in data.sources.LONG_TAILED:
+            if self.imbalance == 1:
+                object.__setattr__(self, 'imbalance', data.sources.IMBALANCE)
+            object.__setattr__(self, 'dataset', data.sources.LONG_TAILED[self.dataset])
         names = {
-            'partition': (None, *PARTITIONS),
+            'partition': (None, *PARTITIONS, NATURAL),
             'tests': (None, *TESTS),
             'model': (None, *MODELS),
             'norm': ('batch', 'group'),
             'precision': ('float32', 'bfloat16'),
             'pixels': tuple(PIXELS),
             'crop_mode': ('constant', 'reflect'),
-            'algorithm': tuple(recipes.RECIPES),
             'head': (None, *recipes.HEADS),
             'loss': (None, *recipes.LOSSES),
+            'features': tuple(FEATURES),
             'personal': PERSONAL,
             'weigh': tuple(recipes.WEIGHTS),
             'server_optimizer': ('average', *recipes.SERVER_OPTIMIZERS),
         }
-        own = isinstance(self.dataset, str) and self.dataset.endswith('.npz')
-        if not own and self.dataset not in DATASETS:
-            possible = ', '.join(DATASETS)
-            raise ValueError(f'dataset must be one of {possible}, or NAME.npz, not {checks.shown(self.dataset)}')
+        kind = self.own
+        if kind is None and self.dataset not in DATASETS:
+            possible, own = ', '.join(DATASETS), ', '.join(f'NAME{end}' for end in LOADERS)
+            raise ValueError(f'dataset must be one of {possible}, or {own}, not {checks.shown(self.dataset)}')
+        if not isinstance(self.loading, Mapping) or not all(isinstance(name, str) for name in self.loading):
+            raise ValueError(f'loading must name arguments of what loads a data set, not {checks.shown(self.loading)}')
+        if self.loading and kind is None:
+            raise ValueError(f'loading is for files and folders of your own, not for {self.dataset}')
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in self.loading.items()}
+        object.__setattr__(self, 'loading', plain)
+        if self.partition == NATURAL and kind is None and self.dataset != 'femnist':
+            raise ValueError(f'{self.dataset} has no clients of its own: take another partition than {NATURAL!r}')
         for name, known in names.items():
             if (value := getattr(self, name)) not in known:
                 possible = ', '.join(u for u in known if u is not None)
                 raise ValueError(f'{name} must be one of {possible}, not {checks.shown(value)}')
         checks.number('imbalance', self.imbalance, 1)
-        method = recipes.RECIPES[self.algorithm]
+        method = recipes.named(self.algorithm)
+        natural = self.dataset == 'femnist' and self.partition in (None, NATURAL)
         resolved = {
-            'model': MODEL.get(self.dataset, 'resnet20'),
+            'model': 'mlp' if kind in ('.csv', '.parquet') else MODEL.get(self.dataset, 'resnet20'),
             'lr': LR.get(self.dataset, 0.04),
-            'partition': 'dirichlet_draws' if self.imbalance > 1 else 'dirichlet',
-            'tests': 'matched' if self.imbalance > 1 else 'split',
+            'partition': NATURAL if natural else 'dirichlet_draws' if self.imbalance > 1 else 'dirichlet',
+            'tests': NATURAL if natural else 'matched' if self.imbalance > 1 else 'split',
             'head': method.heads[0],
             'loss': method.losses[0],
             'server_lr': 1.0 if self.server_optimizer == 'average' else SERVERS[self.server_optimizer]['lr'].default,
@@ -201,9 +244,12 @@ class Setting(Plain):
         for name, value in resolved.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+        if self.tests == NATURAL and self.partition != NATURAL:
+            raise ValueError(f'tests {NATURAL!r} go with the partition {NATURAL!r}, not with {self.partition!r}')
         for name in (
             'clients',
             'classes_per_client',
+            'most_classes',
             'batch_size',
             'local_epochs',
             'rounds',
@@ -211,6 +257,10 @@ class Setting(Plain):
             'eval_last',
         ):
             checks.whole(name, getattr(self, name))
+        if self.partition == 'uneven_classes' and self.most_classes < self.classes_per_client:
+            raise ValueError(
+                f'most_classes must be at least classes_per_client, {self.classes_per_client}, not {self.most_classes}'
+            )
         for name in ('max_examples', 'crop', 'seed'):
             checks.whole(name, getattr(self, name), 0)
         for name in ('alpha', 'lr', 'server_lr'):
@@ -219,7 +269,7 @@ class Setting(Plain):
             checks.number(name, getattr(self, name), high=1, open_low=True)
         for name in ('momentum', 'server_momentum'):
             checks.number(name, getattr(self, name), high=1, open_high=True)
-        for name in ('weight_decay', 'clip'):
+        for name in ('weight_decay', 'clip', 'exponent', 'noise'):
             checks.number(name, getattr(self, name))
         checks.number('test_share', self.test_share, high=1, open_low=True, open_high=True)
         if not isinstance(self.flip, bool):
@@ -229,14 +279,25 @@ class Setting(Plain):
         object.__setattr__(self, 'options', dict(self.options))
 
     @property
+    def own(self) -> str | None:
+        """How the name of a data set of the user's own ends, one of LOADERS."""
+        ends = (end for end in LOADERS if isinstance(self.dataset, str) and self.dataset.endswith(end))
+        return next(ends, None)
+
+    @property
     def cohort(self) -> int:
         """Clients a round."""
         return max(1, round(self.participation * self.clients))
 
     @property
+    def label(self) -> str:
+        """What its method is called."""
+        return self.algorithm if self.algorithm in recipes.RECIPES else recipes.named(self.algorithm).name
+
+    @property
     def name(self) -> str:
         """That of its folder."""
-        return f'{self.algorithm}-{Path(self.dataset).stem}-{self.digest}'
+        return f'{re.sub(r"[^A-Za-z0-9_.-]+", "_", self.label)}-{Path(self.dataset).stem}-{self.digest}'
 
 
 def plainest(value: Any) -> Any:

@@ -1,0 +1,186 @@
+"""Tables in CSV and Parquet files: a column of labels, columns of numbers, and one that says whose row it is."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedjax_nc import checks
+from fedjax_nc.data import decoded, store
+from fedjax_nc.data.dataset import Dataset, DatasetUnavailableError, held_out
+
+MOST_VALUES = 2**30
+"""Of a table: what it takes in memory, 4 GB, says its file before it is read."""
+
+
+def load_table(
+    path: str | os.PathLike[str],
+    *,
+    label: str,
+    client: str | None = None,
+    features: Sequence[str] | None = None,
+    test: str | float = 0.2,
+    standardize: bool = False,
+    seed: int = 0,
+) -> Dataset:
+    """Loads a table: an example a row.
+
+    Args:
+        path: a `.csv` file, with the names of its columns in its first line, or a `.parquet` file.
+        label: the column of labels, numbers or words; classes are numbered in their order.
+        client: the column that says whose a row is, if any.
+        features: columns of numbers; by default all others.
+        test: the share of each class that is held out for testing, between 0 and 1; or the column that says it of a
+            row: 'train' or 'test', or whether it is for testing.
+        standardize: whether features are shifted and scaled to mean 0 and deviation 1 over the training rows.
+        seed: draws what is held out.
+
+    Returns:
+        The data set, named after the file: x [n, features] float32 in the order of the file, and clients in the order
+        of their ids, for training and for testing, too.
+
+    Raises:
+        DatasetUnavailableError: if there is no such file.
+        ValueError: if it is damaged or too large, a column is missing or holds something else, or anything is missing
+            in a row.
+        ImportError: without pyarrow.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f'`path` must be a path; got {checks.shown(path)}.')
+    where = Path(path).expanduser()
+    if not where.is_file():
+        raise DatasetUnavailableError(f'{where} is not there: give a .csv or .parquet file')
+    if isinstance(features, str) or (features is not None and not features):
+        raise ValueError(f'`features` must be names of columns, not {checks.shown(features)}.')
+    other = [name for name in (label, client, test) if isinstance(name, str)]
+    columns = _columns(where, other, features)
+    try:
+        return split(columns, other, where.stem, label, client, test, standardize, seed)
+    except ValueError as error:
+        raise ValueError(f'{where}: {error}') from error
+
+
+def split(
+    columns: dict[str, NDArray[Any]],
+    other: list[str],
+    name: str,
+    label: str,
+    client: str | None,
+    test: str | float,
+    standardize: bool = False,
+    seed: int = 0,
+) -> Dataset:
+    """The data set of columns in memory; those of `other` are no features.
+
+    Raises:
+        ValueError: as `load_table`.
+    """
+    names = [column for column in columns if column not in other]
+    if not names:
+        raise ValueError('there is no column of features')
+    x = np.stack([numbers(column, columns[column]) for column in names], axis=1)
+    values, y = numbered(label, columns[label])
+    train, held = test_rows(test, columns, y, seed)
+    if standardize:
+        mean, deviation = x[train].mean(0, np.float64), x[train].std(0, dtype=np.float64)
+        x = ((x - mean) / np.where(deviation > 0, deviation, 1)).astype(np.float32)
+    clients = None if client is None else numbered(client, columns[client])[1]
+    return divided(x, y, train, held, name, tuple(str(value) for value in values), clients)
+
+
+def divided(
+    x: NDArray[Any],
+    y: NDArray[np.int32],
+    train: NDArray[np.intp],
+    test: NDArray[np.intp],
+    name: str,
+    classes: tuple[str, ...],
+    clients: NDArray[np.int32] | None,
+) -> Dataset:
+    """A data set of the rows of one."""
+    if absent := sorted(set(y[test].tolist()) - set(y[train].tolist())):
+        raise ValueError(f'class {classes[absent[0]]} has test rows and no training rows')
+    owners = (None, None) if clients is None else (clients[train], clients[test])
+    return decoded.sound(Dataset(x[train], y[train], x[test], y[test], len(classes), name, classes, *owners))
+
+
+def test_rows(
+    test: str | float, columns: dict[str, NDArray[Any]], y: NDArray[np.int32], seed: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Which rows train, and which test."""
+    if not isinstance(test, str):
+        return held_out(y, test, seed)
+    said = columns[test]
+    if said.dtype.kind in 'OU' and set(said) <= {'train', 'test'}:
+        said = said == 'test'
+    if said.dtype != np.bool_ or said.all() or not said.any():
+        raise ValueError(f"column {test!r} must say 'train' or 'test', or whether a row is for testing, and both occur")
+    return np.flatnonzero(~said), np.flatnonzero(said)
+
+
+def _columns(path: Path, other: list[str], features: Sequence[str] | None) -> dict[str, NDArray[Any]]:
+    """The columns that are needed; numbers, booleans, or words as objects."""
+    try:
+        import pyarrow.csv
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError('tables are read with pyarrow: pip install "fedjax_nc[tables]"') from error
+    wanted = None if features is None else list(dict.fromkeys([*features, *other]))
+    with store.refusing(path, 'write it again'):
+        if path.suffix == '.parquet':
+            with pyarrow.parquet.ParquetFile(path) as file:
+                names, rows = file.schema_arrow.names, file.metadata.num_rows
+        elif path.suffix == '.csv':
+            if path.stat().st_size > MOST_VALUES * 16:
+                raise ValueError(f'{path.stat().st_size} bytes')
+            with pyarrow.csv.open_csv(path) as reader:
+                names, rows = reader.schema.names, 0
+        else:
+            raise ValueError('neither .csv nor .parquet')
+        if rows * len(wanted or names) > MOST_VALUES:
+            raise ValueError(f'{rows} rows of {len(wanted or names)} columns are more than {MOST_VALUES} values')
+    if len(set(names)) < len(names):
+        raise ValueError(f'{path} has two columns of one name: rename them')
+    if missing := [name for name in wanted or other if name not in names]:
+        raise ValueError(f'{path} has no column {checks.shown(missing[0])}; there are {checks.shown(names)}')
+    with store.refusing(path, 'write it again'):
+        if path.suffix == '.parquet':
+            with pyarrow.parquet.ParquetFile(path) as file:
+                table = file.read(columns=wanted)
+        else:
+            options = pyarrow.csv.ConvertOptions(include_columns=wanted)
+            table = pyarrow.csv.read_csv(path, convert_options=options)
+    columns = {}
+    for name in wanted or names:
+        column = table[name].combine_chunks()
+        if column.null_count:
+            raise ValueError(f'{path} has {column.null_count} rows without {name!r}: fill or drop them')
+        columns[name] = column.to_numpy(zero_copy_only=False)
+    if not table.num_rows:
+        raise ValueError(f'{path} has no rows')
+    return columns
+
+
+def numbers(name: str, column: NDArray[Any]) -> NDArray[np.float32]:
+    """A column of features."""
+    if column.dtype.kind not in 'biuf' or column.ndim != 1:
+        raise ValueError(f'column {name!r} holds no numbers: name the columns that do as `features`')
+    with np.errstate(over='ignore'):  # what overflows is found below
+        numbers = column.astype(np.float32)
+    if not np.isfinite(numbers).all():
+        raise ValueError(f'column {name!r} holds NaN or infinity: fill or drop these rows')
+    return numbers
+
+
+def numbered(name: str, column: NDArray[Any]) -> tuple[list[Any], NDArray[np.int32]]:
+    """The values of a column in order, and the place of each row's among them."""
+    words = column.dtype.kind == 'U' or (column.dtype.kind == 'O' and all(isinstance(value, str) for value in column))
+    if column.ndim != 1 or not (words or column.dtype.kind in 'biu'):
+        raise ValueError(f'column {name!r} must hold whole numbers or words, not {column.dtype}')
+    values, places = np.unique(column, return_inverse=True)
+    if len(values) > checks.MOST_CLASSES:
+        raise ValueError(f'column {name!r} has {len(values)} different values, more than {checks.MOST_CLASSES}')
+    return values.tolist(), places.reshape(-1).astype(np.int32)

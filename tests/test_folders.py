@@ -1,0 +1,463 @@
+"""Folders of images and archives of them; Tiny-ImageNet and CINIC-10 in their official layouts, but for their sizes."""
+
+import concurrent.futures
+import io
+import json
+import os
+import shutil
+import tarfile
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedjax_nc import data
+from fedjax_nc.data import DatasetUnavailableError, containers, decoded, folders, load_dataset, load_folder, store
+
+RNG = np.random.default_rng(0)
+
+
+def picture(path, size=(8, 6), mode='RGB', **options):
+    """Writes a random image; returns its pixels [H, W, ch]."""
+    shape = (size[1], size[0]) + ((3,) if mode == 'RGB' else ())
+    pixels = RNG.integers(0, 256, shape, np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path, **options)
+    return pixels
+
+
+def images(folder, splits=('train', 'test'), classes=('cat', 'dog', 'owl'), count=4):
+    """Folders of classes; returns the pixels by split, in the order of the names."""
+    return {
+        split: np.stack([picture(folder / split / c / f'{i}.png') for c in classes for i in range(count)])
+        for split in splits
+    }
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return tmp_path / 'cache'
+
+
+@pytest.fixture
+def photos(tmp_path):
+    return tmp_path / 'photos', images(tmp_path / 'photos')
+
+
+def packed(folder, kind):
+    """The same as an archive, with the folder in it or not."""
+    path = folder.with_name(f'photos.{kind}')
+    if kind == 'zip':
+        with zipfile.ZipFile(path, 'w') as file:
+            file.writestr('__MACOSX/photos/._x', b'')
+            for found in sorted(folder.rglob('*'), reverse=True):
+                file.write(found, Path('photos') / found.relative_to(folder))
+    else:
+        with tarfile.open(path, f'w:{kind[4:]}') as file:
+            file.add(folder, '.')
+    shutil.rmtree(folder)
+    return path
+
+
+@pytest.mark.parametrize('kind', ['folder', 'zip', 'tar', 'tar.gz', 'tar.xz', 'tar.bz2'])
+def test_images_then_cache(photos, kept, monkeypatch, kind):
+    folder, pixels = photos
+    (folder / 'train' / 'cat' / 'boxes.txt').write_text('not an image')
+    (folder / 'train' / '.hidden').mkdir()
+    path = folder if kind == 'folder' else packed(folder, kind)
+    once = load_folder(path, cache=kept)
+    np.testing.assert_array_equal(once.x_train, pixels['train'])
+    np.testing.assert_array_equal(once.x_test, pixels['test'])
+    assert once.y_train.tolist() == once.y_test.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert (once.classes, once.num_classes, once.name) == (('cat', 'dog', 'owl'), 3, 'photos')
+    assert (once.x_train.dtype, once.y_train.dtype, once.clients_train) == (np.uint8, np.int32, None)
+    assert not list(kept.glob('.*'))
+    monkeypatch.setattr(folders.pictures, 'picture', lambda *_: pytest.fail('decoded anew'))
+    again = load_folder(path, cache=kept)
+    for one, other in zip(once[:4], again[:4], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert again[4:] == once[4:]
+
+
+def test_what_is_large_stays_in_its_file(photos, kept, monkeypatch):
+    folder, pixels = photos
+    monkeypatch.setattr(decoded, 'LARGE', 1)
+    for _ in range(2):
+        dataset = load_folder(folder, cache=kept)
+        assert isinstance(dataset.x_train, np.memmap)
+        np.testing.assert_array_equal(dataset.x_train, pixels['train'])
+    assert not dataset.x_train.flags.writeable
+    parts = data.iid(dataset.y_train, 2, seed=0)
+    assert data.federate(dataset.x_train, dataset.y_train, parts).x.shape == (12, 6, 8, 3)
+    assert data.subset(dataset, 3, seed=0).x_train.shape == (3, 6, 8, 3)
+
+
+@pytest.mark.parametrize('kind', ['folder', 'zip'])
+def test_changes_are_seen(photos, kept, kind):
+    folder, _ = photos
+    copy = folder.with_name('copy')
+    shutil.copytree(folder, copy)
+    path = folder if kind == 'folder' else packed(folder, kind)
+    before = load_folder(path, cache=kept)
+    new = picture(copy / 'test' / 'owl' / '3.png')
+    if kind == 'folder':
+        shutil.copy(copy / 'test' / 'owl' / '3.png', folder / 'test' / 'owl' / '3.png')
+    else:
+        copy.rename(folder)
+        packed(folder, kind)
+    after = load_folder(path, cache=kept)
+    assert not np.array_equal(after.x_test[-1], before.x_test[-1])
+    np.testing.assert_array_equal(after.x_test[-1], new)
+    assert len(list(kept.glob('*.decoded'))) == 1
+
+
+def test_a_share_held_out(tmp_path, kept):
+    pixels = images(tmp_path / 'all', ('.',), count=10)['.']
+    dataset = load_folder(tmp_path / 'all', test=0.3, cache=kept)
+    assert np.bincount(dataset.y_test).tolist() == [3, 3, 3]
+    assert sorted(map(bytes, [*dataset.x_train, *dataset.x_test])) == sorted(map(bytes, pixels))
+    other = load_folder(tmp_path / 'all', test=0.3, seed=1, cache=kept)
+    assert not np.array_equal(other.x_test, dataset.x_test)
+
+
+def test_another_name_for_the_test_folder(tmp_path, kept):
+    images(tmp_path / 'a', ('train', 'val'))
+    assert len(load_folder(tmp_path / 'a', test='val', cache=kept).y_test) == 12
+
+
+def test_sizes_modes_and_formats(tmp_path, kept):
+    folder = tmp_path / 'a'
+    for split in ('train', 'test'):
+        picture(folder / split / 'x' / 'deep' / 'grey.PNG', (20, 10), 'L')
+        picture(folder / split / 'x' / 'wide.jpg', (40, 10))
+        picture(folder / split / 'y' / 'high.bmp', (10, 40))
+        Image.new('P', (16, 16)).save(folder / split / 'y' / 'palette.gif')
+        Image.new('RGBA', (16, 16)).save(folder / split / 'y' / 'transparent.webp')
+    with pytest.raises(ValueError, match=r'wide\.jpg is 10x40 and .*grey\.PNG is 10x20: give a `size`'):
+        load_folder(folder, cache=kept)
+    assert load_folder(folder, size=8, cache=kept).x_train.shape == (5, 8, 8, 3)
+    assert load_folder(folder, size=(4, 8), channels=1, cache=kept).x_test.shape == (5, 4, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [
+        ({'path': None}, '`path` must be a path'),
+        ({'size': 0}, '`size` must be'),
+        ({'size': (3, 4, 5)}, '`size` must be one side'),
+        ({'size': 2**20}, '`size` must be at most'),
+        ({'size': 'big'}, '`size` must be'),
+        ({'channels': 4}, '`channels` must be 3 or 1'),
+        ({'test': 0}, '`test` must lie in'),
+        ({'test': 1.0}, '`test` must lie in'),
+        ({'test': 'none'}, r'no images in none/; if all lie in CLASS/, give the share'),
+        ({'test': 0.01}, '`test` 0.01 holds out nothing'),
+        ({'seed': -1}, '`seed` must be'),
+    ],
+)
+def test_bad_arguments(photos, kept, arguments, said):
+    with pytest.raises(ValueError, match=said) as info:
+        load_folder(**{'path': photos[0], 'cache': kept, **arguments})
+    assert '\n' not in str(info.value)
+
+
+def bomb(path, side):
+    """A PNG of one colour: a few kilobytes that are gigabytes of pixels."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new('1', (side, side)).save(path)
+
+
+@pytest.mark.parametrize(
+    ('spoil', 'said'),
+    [
+        (lambda f: (f / 'train' / 'cat' / '0.png').write_bytes(b'no image'), r'train/cat/0\.png is damaged \(cannot'),
+        (lambda f: (f / 'train' / 'cat' / '0.png').write_bytes(b''), r'0\.png is damaged'),
+        (lambda f: os.truncate(f / 'test' / 'owl' / '1.png', 99), 'damaged'),
+        (lambda f: bomb(f / 'train' / 'cat' / '0.png', 6000), '6000 x 6000 pixels'),
+        (lambda f: bomb(f / 'train' / 'cat' / '0.png', 15000), '225000000 pixels'),
+        (lambda f: Image.new('I;16', (8, 6)).save(f / 'train' / 'cat' / '0.png'), 'more than 8 bits'),
+        (lambda f: (f / 'train' / 'cat' / '0.png').write_bytes(bytes(2**25 + 1)), 'more than 33554432'),
+        (lambda f: picture(f / 'train' / 'cat' / '0.png', (8, 7)), r'is 6x8 and .*0\.png is 7x8: give a `size`'),
+        (lambda f: picture(f / 'train' / 'loose.png'), "'train/loose.png' beside folders of classes"),
+        (lambda f: picture(f / 'test' / 'cow' / '0.png'), "'cow' in only one of train/ and test/"),
+        (lambda f: shutil.rmtree(f / 'test' / 'cat'), "'cat' in only one of"),
+        (lambda f: shutil.rmtree(f / 'test'), 'no images in test/'),
+        (lambda f: [shutil.rmtree(f / s / c) for s in ('train', 'test') for c in ('cat', 'dog')], 'two classes or'),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings('error')
+def test_damaged_folders(photos, kept, spoil, said):
+    folder, _ = photos
+    spoil(folder)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=said) as info:
+        load_folder(folder, cache=kept)
+    assert tracemalloc.get_traced_memory()[1] < 2**26
+    tracemalloc.stop()
+    assert str(folder) in str(info.value)
+    assert '\n' not in str(info.value)
+    assert len(str(info.value)) < 500
+    assert not list(kept.glob('*.decoded')) + list(kept.glob('.*'))
+
+
+def test_links_in_circles_end(photos, kept):
+    folder, pixels = photos
+    os.symlink('..', folder / 'train' / 'cat' / 'round')
+    os.symlink('nowhere', folder / 'train' / 'cat' / 'lost.png')
+    os.mkfifo(folder / 'train' / 'cat' / 'pipe.png')
+    shutil.move(folder / 'test' / 'owl', folder.with_name('owl'))
+    os.symlink(folder.with_name('owl'), folder / 'test' / 'owl')
+    np.testing.assert_array_equal(load_folder(folder, cache=kept).x_test, pixels['test'])
+
+
+def tarred(path, members):
+    with tarfile.open(path, 'w:gz', compresslevel=1) as tar:
+        for name, content, fields in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            for field, value in fields.items():
+                setattr(info, field, value)
+            tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.parametrize(
+    ('members', 'said'),
+    [
+        ([('../x.png', b'', {})], 'leads out of it'),
+        ([('/x.png', b'', {})], 'leads out of it'),
+        ([('train/a/x.png', b'', {'type': tarfile.SYMTYPE, 'linkname': '/etc/passwd'})], 'neither a file nor a folder'),
+        ([('train/a/x.png', b'', {'type': tarfile.CHRTYPE})], 'neither a file nor a folder'),
+        ([('train/' + 'x' * 2**21, b'', {})], 'unpacks to more'),
+        ([(f'{i}', b'', {}) for i in range(200)], 'holds more than 99 files'),
+        ([('train/a/x.png', bytes(2**25 + 1), {}), ('train/b/x.png', b'', {}), ('test/a/x.png', b'', {}),
+          ('test/b/x.png', b'', {})], 'has 33554433 bytes'),
+        ([('notes', bytes(2**24), {})] * 3, 'unpacks to more than 64 times its size'),
+        ([], 'no images in train/ or test/'),
+    ],
+)  # fmt: skip
+def test_hostile_tars(tmp_path, kept, monkeypatch, members, said):
+    monkeypatch.setattr(containers, '_SPARE', 2**25 + 9)
+    monkeypatch.setattr(containers, 'MOST_FILES', 99)
+    tarred(tmp_path / 'a.tar.gz', members)
+    with pytest.raises(ValueError, match=said) as info:
+        load_folder(tmp_path / 'a.tar.gz', cache=kept)
+    assert 'a.tar.gz' in str(info.value)
+    assert set(tmp_path.iterdir()) == {tmp_path / 'a.tar.gz', kept}
+
+
+@pytest.mark.parametrize('kind', ['climbing', 'many', 'bomb', 'lzma', 'half', 'rubbish', 'empty', 'lying'])
+def test_hostile_zips(tmp_path, kept, monkeypatch, kind):
+    monkeypatch.setattr(containers, 'MOST_FILES', 99)
+    path = tmp_path / 'a.zip'
+    how = zipfile.ZIP_LZMA if kind == 'lzma' else zipfile.ZIP_DEFLATED
+    names = [f'{s}/{c}/0.png' for s in ('train', 'test') for c in 'ab']
+    with zipfile.ZipFile(path, 'w', how) as file:
+        for name in ['../' + names[0]] if kind == 'climbing' else names:
+            file.writestr(name, bytes(2**26) if kind in ('bomb', 'lying') else b'')
+        for i in range(200 if kind == 'many' else 0):
+            file.writestr(str(i), b'')
+    whole = path.read_bytes()
+    if kind == 'lying':  # about sizes, in the list of files at the end
+        whole = whole.replace(struct_size(2**26), struct_size(10))
+    path.write_bytes({'half': whole[: len(whole) // 2], 'rubbish': b'PK\x03\x04rubbish', 'empty': b''}.get(kind, whole))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r'a\.zip') as info:
+        load_folder(path, cache=kept)
+    assert tracemalloc.get_traced_memory()[1] < 2**27
+    tracemalloc.stop()
+    assert '\n' not in str(info.value)
+
+
+def struct_size(size):
+    return size.to_bytes(4, 'little')
+
+
+@pytest.mark.parametrize('kind', ['cut', 'labels', 'no array', 'objects', 'json', 'lost', 'names'])
+def test_damaged_caches(photos, kept, kind):
+    folder, _ = photos
+    load_folder(folder, cache=kept)
+    place = next(kept.glob('*.decoded'))
+    x, y, about = place / 'x_train.npy', place / 'y_train.npy', place / 'about.json'
+    if kind == 'cut':
+        x.write_bytes(x.read_bytes()[:-1])
+    elif kind == 'labels':
+        np.save(y, np.load(y) + 1)
+    elif kind == 'objects':
+        np.save(y, np.array([{}] * 12, object), allow_pickle=True)
+    elif kind == 'lost':
+        y.unlink()
+    elif kind == 'names':
+        about.write_text(json.dumps({**json.loads(about.read_text()), 'classes': ['a']}))
+    else:
+        (x if kind == 'no array' else about).write_bytes(b'[')
+    with pytest.raises(ValueError, match=r'\.decoded is damaged \(.*\); delete it and load again'):
+        load_folder(folder, cache=kept)
+    shutil.rmtree(place)
+    load_folder(folder, cache=kept)
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(photos, kept, monkeypatch):
+    folder, pixels = photos
+    kept.write_text('a file')
+    with pytest.warns(UserWarning, match='cannot be written'):
+        dataset = load_folder(folder, cache=kept)
+    np.testing.assert_array_equal(dataset.x_train, pixels['train'])
+    monkeypatch.setattr(decoded.shutil, 'disk_usage', lambda path: shutil._ntuple_diskusage(0, 0, 0))
+    with pytest.warns(UserWarning, match='do not fit on the disk'):
+        load_folder(folder, cache=kept.with_name('other'))
+
+
+@pytest.mark.filterwarnings('ignore:waiting for another process')
+def test_of_several_at_once_one_decodes(photos, kept, monkeypatch):
+    folder, pixels = photos
+    decode, calls = folders.pictures.decode, []
+    monkeypatch.setattr(folders.pictures, 'decode', lambda *rest: calls.append(1) or decode(*rest))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: load_folder(folder, cache=kept), range(4)):
+            np.testing.assert_array_equal(found.x_train, pixels['train'])
+    assert len(calls) == 1
+
+
+def test_what_a_killed_process_left_is_removed(photos, kept):
+    folder, pixels = photos
+    load_folder(folder, cache=kept)
+    place = next(kept.glob('*.decoded'))
+    left = kept / f'.{place.name.removesuffix(".decoded")}.unfinished'
+    place.rename(left)
+    (left / 'about.json').unlink()
+    np.testing.assert_array_equal(load_folder(folder, cache=kept).x_train, pixels['train'])
+    assert not left.exists()
+
+
+def test_by_default_it_is_kept_where_data_sets_are(photos, tmp_path, monkeypatch):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'home'))
+    load_folder(photos[0])
+    assert list((tmp_path / 'home' / 'fedjax_nc').glob('photos-*.decoded'))
+    assert store.directory(None) == tmp_path / 'home' / 'fedjax_nc'
+
+
+# Tiny-ImageNet and CINIC-10
+
+
+WNIDS = ('n02124075', 'n01443537', 'n07920052')
+
+
+def write_tiny(folder):
+    """The official layout: boxes beside the training images, labels of the validation images in a table."""
+    root = folder / 'tiny-imagenet-200'
+    pixels = {'train': [], 'val': []}
+    for wnid in sorted(WNIDS):
+        for i in range(5):
+            place = root / 'train' / wnid / 'images' / f'{wnid}_{i}.JPEG'
+            picture(place, (64, 64), 'L' if i == 3 else 'RGB', quality=95)
+            pixels['train'].append(np.asarray(Image.open(place).convert('RGB')))
+        (root / 'train' / wnid / f'{wnid}_boxes.txt').write_text(f'{wnid}_0.JPEG\t0\t0\t63\t63\n')
+    rows = []
+    for i in range(6):
+        place = root / 'val' / 'images' / f'val_{i}.JPEG'
+        picture(place, (64, 64))
+        pixels['val'].append(np.asarray(Image.open(place)))
+        rows.append(f'val_{i}.JPEG\t{WNIDS[i % 3]}\t0\t32\t44\t62\n')
+        picture(root / 'test' / 'images' / f'test_{i}.JPEG', (64, 64))
+    (root / 'val' / 'val_annotations.txt').write_text(''.join(rows))
+    (root / 'wnids.txt').write_text('\n'.join(WNIDS) + '\n')
+    (root / 'words.txt').write_text('n01443537\tgoldfish, Carassius auratus\n')
+    return root, {split: np.stack(found) for split, found in pixels.items()}
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    monkeypatch.setattr(folders, 'OFFICIAL', {'tiny_imagenet': (3, 15, 6), 'cinic10': (10, 20, 20)})
+
+
+@pytest.mark.parametrize('zipped', [False, True])
+def test_tiny_imagenet(tmp_path, sizes, zipped):
+    root, pixels = write_tiny(tmp_path)
+    if zipped:
+        with zipfile.ZipFile(tmp_path / 'tiny-imagenet-200.zip', 'w') as file:
+            for path in sorted(root.rglob('*')):
+                file.write(path, path.relative_to(tmp_path))
+        shutil.rmtree(root)
+    dataset = load_dataset('tiny_imagenet', tmp_path)
+    np.testing.assert_array_equal(dataset.x_train, pixels['train'])
+    np.testing.assert_array_equal(dataset.x_test, pixels['val'])
+    assert dataset.y_train.tolist() == [c for c in range(3) for _ in range(5)]
+    assert dataset.y_test.tolist() == [1, 0, 2, 1, 0, 2]
+    assert (dataset.classes, dataset.name, dataset.num_classes) == (tuple(sorted(WNIDS)), 'tiny_imagenet', 3)
+    path = tmp_path / 'tiny-imagenet-200.zip' if zipped else root
+    np.testing.assert_array_equal(data.load_tiny_imagenet(path, cache=tmp_path).x_train, dataset.x_train)
+    assert len(list(tmp_path.glob('*.decoded'))) == 1
+
+
+@pytest.mark.parametrize(
+    ('spoil', 'said'),
+    [
+        (lambda r: (r / 'wnids.txt').unlink(), 'has no wnids.txt'),
+        (lambda r: (r / 'wnids.txt').write_text('n1\n'), 'not those of wnids.txt'),
+        (lambda r: (r / 'val' / 'val_annotations.txt').unlink(), 'has no val/val_annotations.txt'),
+        (lambda r: (r / 'val' / 'val_annotations.txt').write_text('val_0.JPEG\tn02124075\n'), 'val_1.JPEG without'),
+        (lambda r: (r / 'val' / 'images' / 'val_5.JPEG').unlink(), 'does not hold all of tiny_imagenet'),
+        (lambda r: (r / 'train' / WNIDS[0] / 'images' / f'{WNIDS[0]}_0.JPEG').unlink(), 'does not hold all'),
+    ],
+)  # fmt: skip
+def test_damaged_tiny_imagenet(tmp_path, sizes, spoil, said):
+    root, _ = write_tiny(tmp_path)
+    spoil(root)
+    with pytest.raises(ValueError, match=said) as info:
+        load_dataset('tiny_imagenet', tmp_path)
+    assert str(root) in str(info.value)
+
+
+CIFAR10 = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck')
+
+
+@pytest.mark.parametrize('packed', [False, True])
+def test_cinic10(tmp_path, sizes, packed):
+    root = tmp_path / 'CINIC-10'
+    pixels = {}
+    for split in ('train', 'valid', 'test'):
+        names = [f'{c}/{name}' for c in CIFAR10 for name in ('cifar10-train-10.png', 'n02123394_7.png')]
+        pixels[split] = np.stack([picture(root / split / name, (32, 32)) for name in names])
+    (root / 'README.md').write_text('CINIC-10')
+    (root / 'synsets-to-cifar-10-classes.txt').write_text('')
+    if packed:
+        with tarfile.open(tmp_path / 'CINIC-10.tar.gz', 'w:gz') as tar:
+            for name in sorted(os.listdir(root), reverse=True):
+                tar.add(root / name, f'./{name}')
+        shutil.rmtree(root)
+    dataset = load_dataset('cinic10', tmp_path)
+    np.testing.assert_array_equal(dataset.x_train, pixels['train'])
+    np.testing.assert_array_equal(dataset.x_test, pixels['test'])
+    assert (dataset.classes, dataset.num_classes, dataset.name) == (CIFAR10, 10, 'cinic10')
+
+
+@pytest.mark.parametrize(
+    ('name', 'said'),
+    [
+        ('tiny_imagenet', r'put tiny-imagenet-200 or tiny-imagenet-200\.zip from http://cs231n\.stanford\.edu/tiny-'),
+        ('cinic10', r'put CINIC-10 or CINIC-10\.tar\.gz from https://datashare\.ed\.ac\.uk/.*CINIC-10\.tar\.gz there$'),
+        ('femnist', r'put data/femnist/data of https://github\.com/TalwalkarLab/leaf, .* as femnist there'),
+    ],
+)
+def test_what_is_not_there_says_where_it_is_to_be_had(tmp_path, name, said):
+    with pytest.raises(DatasetUnavailableError, match=said) as info:
+        load_dataset(name, tmp_path)
+    assert str(tmp_path) in str(info.value)
+    with pytest.raises(DatasetUnavailableError, match='is not there'):
+        load_folder(tmp_path / 'none')
+
+
+def test_real_photographs():
+    """A hundred classes of ImageNet, 32x32, where they have been unpacked."""
+    folder = Path(__file__).parent.parent / 'local' / 'imagenet100-32'
+    if not folder.is_dir():
+        pytest.skip('local/imagenet100-32 is not there')
+    dataset = load_folder(folder, cache=folder.parent)
+    assert dataset.x_train.shape == (50_000, 32, 32, 3)
+    assert np.bincount(dataset.y_train).tolist() == [500] * 100
+    assert np.bincount(dataset.y_test).tolist() == [50] * 100
+    names = (folder / 'classes.txt').read_text().splitlines()
+    assert dataset.classes == tuple(sorted(name.partition('\t')[0] for name in names))
