@@ -91,8 +91,8 @@ def from_equinox(
         body = eqx.nn.inference_mode(body, value=key is None)
         body = jax.tree.map(lambda part: _Masked(part) if _is_norm(part) else part, body, is_leaf=_is_norm)
         state = state_of(stats) if stateful else ()
-        rows = jnp.arange(len(x))
-        real = jnp.ones(len(x), bool) if mask is None else mask
+        rows = jnp.arange(x.shape[0])
+        real = jnp.ones(x.shape[0], bool) if mask is None else mask
 
         def one(x: Array, row: Array, real: Array) -> tuple[Array, Any]:
             noise = None if key is None else jax.random.fold_in(key, row)
