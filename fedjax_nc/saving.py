@@ -23,7 +23,7 @@ import safetensors
 from safetensors.numpy import save as packed
 
 from fedjax_nc import checks, population, tree
-from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
+from fedjax_nc.base import Algorithm, FederatedData, State, Tree
 from fedjax_nc.checkpoints import replace
 
 FORMAT = 'fedjax_nc model 1'
@@ -233,7 +233,7 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 def _shapes(algorithm: Algorithm, about: dict[str, Any], like: State | None) -> tuple[Tree, Tree | None]:
     """The shapes of the states that a file describes."""
 
-    def of(shape: Sequence[int], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def of(shape: Sequence[int], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
     try:

@@ -122,8 +122,8 @@ def test_what_cannot_be_loaded(clients, tmp_path):
     for task, message in ((wide, 'of another algorithm or model: it (lacks|holds)'), (etf, 'one-sided')):
         with pytest.raises(ValueError, match=message):
             saving.load(path, fedavg.algorithm(task, toys.opt))
+    small = toys.tiny._replace(init=lambda key, x: (heads.dense_init(key, 12, 4), ()))
     with pytest.raises(ValueError, match=r'is float32 \(16,\) and should be float32 \(4,\)'):
-        small = toys.tiny._replace(init=lambda key, x: (heads.dense_init(key, 12, 4), ()))
         saving.load(path, fedavg.algorithm(objective(small, heads.linear(), losses.cross_entropy), toys.opt))
     for content in (whole[:100], whole[:-7], b'', b'\x80\x04junk', whole[:8] + b'{' * 50 + whole[58:]):
         path.write_bytes(content)
