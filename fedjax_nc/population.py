@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from fedjax_nc import checks, devices, simulate, tree
 from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
+from fedjax_nc.data.host import Part
 from fedjax_nc.models.convolution import compiler_options
 
 
@@ -147,6 +148,8 @@ def make_round(
 ) -> Callable[..., tuple[State, simulate.Report]]:
     """As `simulate.make_round`, for states with a `Store`. The result is not to be compiled: it does that itself.
 
+    It takes a `data.Part` as well, where the examples do not fit on the devices either.
+
     Raises:
       ValueError: as there.
     """
@@ -161,7 +164,9 @@ def make_round(
     if cohort is not None:
         checks.whole('cohort', cohort)
 
-    def round(key: Array, state: State, data: FederatedData, ids: Array | None = None) -> tuple[State, simulate.Report]:
+    def round(
+        key: Array, state: State, data: FederatedData | Part, ids: Array | None = None
+    ) -> tuple[State, simulate.Report]:
         store: Store = state.clients
         if not isinstance(store, Store):
             raise ValueError('the state holds its clients itself: make it with population.init, or use simulate')
@@ -169,7 +174,10 @@ def make_round(
             raise ValueError(
                 f'the state has {store.num_clients} clients and the data {data.num_clients}: make it with init'
             )
-        chosen = np.asarray(choose(key, data.num_clients) if ids is None else simulate.named(ids, data.num_clients))
+        if isinstance(data, Part):
+            chosen = np.asarray(data.ids)
+        else:
+            chosen = np.asarray(choose(key, data.num_clients) if ids is None else simulate.named(ids, data.num_clients))
         held = store.take(chosen)
         if mesh is not None:
             held = jax.device_put(held, devices.shardings(mesh, held)[1])
