@@ -28,6 +28,7 @@ from fedjax_nc import objective as objective
 from fedjax_nc import plots as plots
 from fedjax_nc import population as population
 from fedjax_nc import privacy as privacy
+from fedjax_nc import saving as saving
 from fedjax_nc import server_optimizers as server_optimizers
 from fedjax_nc import simulate as simulate
 from fedjax_nc import testing as testing

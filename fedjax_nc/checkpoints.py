@@ -26,8 +26,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 
-from fedjax_nc import fingerprint, population
-from fedjax_nc.base import Array, State, Tree
+from fedjax_nc import fingerprint, population, tree
+from fedjax_nc.base import Array, State
 
 Row = dict[str, float]
 """What is known of one round."""
@@ -84,21 +84,16 @@ def holding(out: Path) -> Iterator[None]:
         yield
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, content: str | bytes) -> None:
     """Writes a file beside its place and renames it, so that it is there whole or as it was."""
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.{threading.get_ident()}.tmp')  # others may write it, too
-    temporary.write_text(text, newline='')
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
 
 
 def checksum(content: Any) -> str:
     """Of what JSON can hold: 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def leaves(a: Tree) -> dict[str, Any]:
-    """The leaves of a tree by their number."""
-    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(a))}
 
 
 class Files:
@@ -148,7 +143,7 @@ class Files:
           CheckpointError: if it was not written.
         """
         store = state.clients if isinstance(state.clients, population.Store) else None
-        arrays = {'state': leaves(state if store is None else state.server)}
+        arrays = {'state': tree.named(state if store is None else state.server)}
         if store is not None:
             arrays['clients'] = store.contents()
         sums = {name: fingerprint.of_arrays(held) for name, held in arrays.items()}
@@ -212,7 +207,7 @@ class Files:
             )
         store = like.clients if isinstance(like.clients, population.Store) else None
         wanted = like if store is None else like.server
-        shapes = {i: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for i, u in leaves(wanted).items()}
+        shapes = {i: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for i, u in tree.named(wanted).items()}
         apart = {} if store is None else {'clients': orbax().args.StandardRestore()}
         if set(run['arrays']) != {'state', *apart}:
             begun, now = ('population.init', 'simulate.init')[:: 1 if store is None else -1]

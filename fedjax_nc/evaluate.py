@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import checks
+from fedjax_nc import checks, tree
 from fedjax_nc.base import Algorithm, Array, FederatedData, Shard, State
+from fedjax_nc.data.host import AT_ONCE, HostData, cohorts, part
 from fedjax_nc.local import batch_at, full_batches
 
 
@@ -48,11 +49,17 @@ def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int =
 def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes: int, batch_size: int = 256) -> Array:
     """Counts [C, C] of the generic model on a test set `x [n, ...]`, `y [n]` int.
 
+    A large set in a NumPy array, which may be mapped from a file, goes to the device in pieces.
+
     Raises:
       ValueError: if the set is empty, its shapes do not fit, a label is not in [0, C), or an example is not finite.
     """
     checks.kind('algorithm', algorithm, Algorithm)
     checks.whole('num_classes', num_classes)
+    if isinstance(x, np.ndarray) and x.nbytes > AT_ONCE and len(x) == len(y):
+        rows = max(1, AT_ONCE // x[:1].nbytes)
+        pieces = [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
+        return sum(generic(algorithm, state, *piece, num_classes, batch_size) for piece in pieces)
     x, y = jnp.asarray(x), jnp.asarray(y)
     if x.ndim == 0 or len(x) == 0:
         raise ValueError(f'a test set needs examples [n, ...], not the shape {x.shape}')
@@ -67,7 +74,6 @@ def _generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes
     return confusion(lambda x: algorithm.predict(state.server, None, x), shard, batch_size)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=('personal', 'batch_size'))
 def per_client(
     algorithm: Algorithm,
     state: State,
@@ -82,7 +88,8 @@ def per_client(
     Args:
       algorithm: what predicts.
       state: its state.
-      data: as many clients as the state has; a client without examples gets a table of zeros.
+      data: as many clients as the state has; a client without examples gets a table of zeros. Of `data.HostData` some
+        clients' examples travel at a time.
       personal: whether clients use their own models or all the generic one.
       allowed: [K, C], which classes a client may predict at all, such as `train.counts > 0`; every one by default.
       batch_size: examples at a time.
@@ -99,6 +106,21 @@ def per_client(
         if sizes:
             raise ValueError(f'{what} {sizes.pop()} clients, and the data have {data.num_clients}')
 
+    if not isinstance(data, HostData):
+        return _per_client(algorithm, state, data, allowed, personal, batch_size)
+    tables = []
+    for ids in cohorts(data):
+        some = State(state.server, tree.take(state.clients, jnp.asarray(ids)))
+        known = None if allowed is None else tree.take(allowed, jnp.asarray(ids))
+        found = _per_client(algorithm, some, part(data, ids).data, known, personal, batch_size)
+        tables.append(found[: np.sum(ids < data.num_clients)])
+    return jnp.concatenate(tables)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+def _per_client(
+    algorithm: Algorithm, state: State, data: FederatedData, allowed: Array | None, personal: bool, batch_size: int
+) -> Array:
     def one(args: tuple[Array, Array, Array | None]) -> Array:
         i, client, known = args
 

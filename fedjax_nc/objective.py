@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from fedjax_nc import checks
 from fedjax_nc.base import Array, Batch, FederatedData, Head, Loss, Model, Objective, Tree, Variables
+from fedjax_nc.models.classifier import classifies
 
 
 def masked_mean(values: Array, mask: Array | None) -> Array:
@@ -30,8 +31,9 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
 
     Raises:
       ValueError: for a model, head or loss that is none; on `init`, for parameters of less than float32, or for
-        features, logits or losses of other shapes than [B, D], [B, C] and [B]; in training, for another number of
-        classes in the data than in the head.
+        features, logits or losses of other shapes than [B, D], [B, C] and [B], or for a model that ends in a dense
+        layer of as many outputs as there are classes; in training, for another number of classes in the data than in
+        the head.
     """
     checks.kind('model', model, Model)
     checks.kind('head', head, Head)
@@ -45,6 +47,12 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
         x = jnp.zeros((2, *data.x.shape[1:]), data.x.dtype)
         body, stats = model.init(kb, x[:1])
         z = shape_of(lambda x: model.features(body, stats, x, None, None)[0], 'features [B, D]', 2, x)
+        if z.shape[-1] == data.num_classes and classifies(model, body, stats, x):
+            raise ValueError(
+                f'the model ends in a dense layer of {data.num_classes} outputs, as many as there are classes: the '
+                "classifier is the head's part, so give the body without it, or name that layer to the adapter, as in "
+                "models.from_flax(module, classifier='Dense_2')"
+            )
         params, fixed = head.init(kh, z.shape[-1], data.num_classes)
         logits = shape_of(lambda z: head.logits(params, fixed, z), 'logits [B, C]', 2, z)
         y, counts = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, data.num_classes))

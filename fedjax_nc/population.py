@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import checks, devices, simulate
+from fedjax_nc import checks, devices, simulate, tree
 from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
+from fedjax_nc.data.host import Part
 from fedjax_nc.models.convolution import compiler_options
 
 
@@ -50,7 +51,8 @@ class Store:
         server = jax.tree.map(jnp.array, server)
         each = jax.vmap(algorithm.init_client, in_axes=(0, None))
         self._first = jax.jit(lambda ids: each(jax.vmap(lambda i: jax.random.fold_in(key, i))(ids), server))
-        shapes, self._structure = jax.tree.flatten(jax.eval_shape(self._first, jax.ShapeDtypeStruct((1,), jnp.int32)))
+        first = jax.eval_shape(self._first, jax.ShapeDtypeStruct((1,), jnp.int32))
+        (shapes, self._structure), self._names = jax.tree.flatten(first), tuple(tree.named(first))
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
         self._folder = None if folder is None else tempfile.TemporaryDirectory(dir=folder, prefix='clients-')
@@ -110,8 +112,8 @@ class Store:
     def contents(self) -> dict[str, np.ndarray]:
         """What has to be saved: the clients seen and their states, leaf by leaf. `restore` takes it back."""
         clients = np.flatnonzero(self._slots >= 0)
-        leaves = {f'leaf {i}': leaf[self._slots[clients]] for i, leaf in enumerate(self._leaves)}
-        return {'clients': clients.astype(np.int32), **leaves}
+        leaves = {name: leaf[self._slots[clients]] for name, leaf in zip(self._names, self._leaves, strict=True)}
+        return {'clients': clients.astype(np.int32), **{f'state.{name}': leaf for name, leaf in leaves.items()}}
 
     def restore(self, contents: dict[str, np.ndarray]) -> None:
         """Forgets all states and takes over those of `contents`.
@@ -119,7 +121,7 @@ class Store:
         Raises:
           ValueError: if they are states of another algorithm or population; nothing has changed then.
         """
-        clients, leaves = contents['clients'], [contents.get(f'leaf {i}') for i in range(len(self._leaves))]
+        clients, leaves = contents['clients'], [contents.get(f'state.{name}') for name in self._names]
         fits = len(contents) == len(leaves) + 1 and all(
             u is not None and u.shape == (len(clients), *leaf.shape[1:])
             for u, leaf in zip(leaves, self._leaves, strict=True)
@@ -146,6 +148,8 @@ def make_round(
 ) -> Callable[..., tuple[State, simulate.Report]]:
     """As `simulate.make_round`, for states with a `Store`. The result is not to be compiled: it does that itself.
 
+    It takes a `data.Part` as well, where the examples do not fit on the devices either.
+
     Raises:
       ValueError: as there.
     """
@@ -160,7 +164,9 @@ def make_round(
     if cohort is not None:
         checks.whole('cohort', cohort)
 
-    def round(key: Array, state: State, data: FederatedData, ids: Array | None = None) -> tuple[State, simulate.Report]:
+    def round(
+        key: Array, state: State, data: FederatedData | Part, ids: Array | None = None
+    ) -> tuple[State, simulate.Report]:
         store: Store = state.clients
         if not isinstance(store, Store):
             raise ValueError('the state holds its clients itself: make it with population.init, or use simulate')
@@ -168,7 +174,10 @@ def make_round(
             raise ValueError(
                 f'the state has {store.num_clients} clients and the data {data.num_clients}: make it with init'
             )
-        chosen = np.asarray(choose(key, data.num_clients) if ids is None else simulate.named(ids, data.num_clients))
+        if isinstance(data, Part):
+            chosen = np.asarray(data.ids)
+        else:
+            chosen = np.asarray(choose(key, data.num_clients) if ids is None else simulate.named(ids, data.num_clients))
         held = store.take(chosen)
         if mesh is not None:
             held = jax.device_put(held, devices.shardings(mesh, held)[1])

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from fedjax_nc import checks, devices, tree
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, State, Tree
+from fedjax_nc.data.host import Part
 from fedjax_nc.models.convolution import compiler_options
 
 
@@ -31,7 +32,7 @@ class Report(NamedTuple):
 
 
 Round = Callable[..., tuple[State, Report]]
-"""(key, state, data, ids=None) -> (state, report)."""
+"""(key, state, data, ids=None) -> (state, report); `data` may be a `data.Part`, which names its cohort itself."""
 
 
 def init(algorithm: Algorithm, key: Array, data: FederatedData) -> State:
@@ -109,13 +110,16 @@ def make_round(
     if cohort is not None:
         checks.whole('cohort', cohort)
 
-    def round(key: Array, state: State, data: FederatedData, ids: Array | None = None) -> tuple[State, Report]:
+    def round(key: Array, state: State, data: FederatedData | Part, ids: Array | None = None) -> tuple[State, Report]:
         checks.kind('state', state, State)
-        checks.kind('data', data, FederatedData)
         population = data.num_clients
         if any(u.shape[0] != population for u in jax.tree.leaves(state.clients)):
             held = jax.tree.leaves(state.clients)[0].shape[0]
             raise ValueError(f'the state has {held} clients and the data {population}: make it with init or join')
+        if isinstance(data, Part):
+            server, clients, report = work(key, state.server, state.clients, data, data.ids, data.ids)
+            return State(server, clients), report
+        checks.kind('data', data, FederatedData)
         ids = choose(cohort_key(key), population, cohort) if ids is None else named(ids, population)
         server, clients, report = work(key, state.server, state.clients, data, ids, ids)
         return State(server, clients), report
@@ -127,7 +131,8 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
     """The round without the choice of its cohort, for any place in which client states are held.
 
     Returns `(key, server, held, data, ids [M], rows [M]) -> (server, held, report)`: the state of client `ids[j]` is
-    row `rows[j]` of `held`. `make_round` holds the states of all clients; `population` hands over a cohort's.
+    row `rows[j]` of `held`. `make_round` holds the states of all clients; `population` hands over a cohort's. Of a
+    `data.Part`, client `ids[j]` is number j.
     Arguments and errors are those of `make_round`.
     """
     checks.kind('algorithm', algorithm, Algorithm)
@@ -137,16 +142,22 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
         raise ValueError(f"the mesh needs the one axis 'clients', not {mesh.axis_names}: make it with devices.mesh")
     count = 1 if mesh is None else mesh.size
 
-    def run(key: Array, server: Tree, held: Tree, data: FederatedData, ids: Array, rows: Array, slots: Array) -> Tree:
-        """Runs chunks of clients [n, lanes] on one device; `slots` are their places in the whole cohort."""
+    def run(
+        key: Array, server: Tree, held: Tree, data: FederatedData, ids: Array, at: Array, rows: Array, slots: Array
+    ) -> Tree:
+        """Runs chunks of clients [n, lanes] on one device, whose data are those of numbers `at`.
 
-        def one(i: Array, client: Tree) -> tuple[Tree, Tree, Info]:
-            return algorithm.client(jax.random.fold_in(key, i), server, client, data.shard(i))
+        `slots` are their places in the whole cohort.
+        """
 
-        def run_chunk(held: Tree, ids: Array, rows: Array, slots: Array) -> tuple[Tree, Tree, Tree]:
-            new, messages, info = lanes_of(one)(ids, tree.take(held, rows))
-            real = ids < data.num_clients
-            weights = jnp.where(real, jnp.take(data.size, ids, mode='clip'), 0).astype(jnp.float32)
+        def one(who: tuple[Array, Array], client: Tree) -> tuple[Tree, Tree, Info]:
+            i, at = who
+            return algorithm.client(jax.random.fold_in(key, i), server, client, data.shard(at))
+
+        def run_chunk(held: Tree, ids: Array, at: Array, rows: Array, slots: Array) -> tuple[Tree, Tree, Tree]:
+            new, messages, info = lanes_of(one)((ids, at), tree.take(held, rows))
+            real = at < data.num_clients
+            weights = jnp.where(real, jnp.take(data.size, at, mode='clip'), 0).astype(jnp.float32)
             # A state may hold infinity by design, as a smallest loss so far; what is NaN stays so.
             sound = tree.finite_rows((messages, info.loss)) & ~tree.nan_rows(new)
             broken = (weights > 0) & ~sound
@@ -158,49 +169,56 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
             summed = total, jnp.sum(weights), jnp.sum(jnp.sign(weights))
             return tree.put(held, rows, new), summed, (info, broken, paid)
 
-        def body(carry: Tree, chunk: tuple[Array, Array, Array]) -> tuple[Tree, Tree]:
+        def body(carry: Tree, chunk: tuple[Array, ...]) -> tuple[Tree, Tree]:
             held, total = carry
             held, partial, out = run_chunk(held, *chunk)
             with jax.named_scope('aggregate'):
                 return (held, tree.add(total, partial)), out
 
         all_slots, lanes = slots, slots.shape[1]
-        empty = jax.eval_shape(lambda: run_chunk(held, ids[0], rows[0], slots[0])[1])
+        empty = jax.eval_shape(lambda: run_chunk(held, ids[0], at[0], rows[0], slots[0])[1])
         total = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), empty)
-        (held, total), (info, broken, paid) = jax.lax.scan(body, (held, total), (ids, rows, slots))
+        (held, total), (info, broken, paid) = jax.lax.scan(body, (held, total), (ids, at, rows, slots))
         return total, held, (info, broken), jnp.sum(paid)[None]
 
     def spread(key: Array, server: Tree, held: Tree, data: FederatedData, *cut: Array) -> Tree:
         """`run` on every device, each with its share of the chunks and their clients' states."""
 
-        def share(key: Array, server: Tree, mine: Tree, data: FederatedData, ids: Array, slots: Array) -> Tree:
-            total, mine, told, paid = run(key, server, mine, data, ids, jnp.arange(ids.size).reshape(ids.shape), slots)
+        def share(
+            key: Array, server: Tree, mine: Tree, data: FederatedData, ids: Array, at: Array, slots: Array
+        ) -> Tree:
+            rows = jnp.arange(ids.size).reshape(ids.shape)
+            total, mine, told, paid = run(key, server, mine, data, ids, at, rows, slots)
             return jax.lax.psum(total, devices.AXIS), mine, told, paid
 
-        ids, rows, slots = cut
+        ids, at, rows, slots = cut
         whole, split = devices.EVERYWHERE, devices.BY_CLIENT
-        where, to = (whole, whole, split, whole, split, split), (whole, split, split, split)
+        where, to = (whole, whole, split, whole, split, split, split), (whole, split, split, split)
         shared = jax.shard_map(share, mesh=mesh, in_specs=where, out_specs=to, check_vma=False)
         flat = rows.reshape(-1)
-        total, mine, told, paid = shared(key, server, tree.take(held, flat), data, ids, slots)
+        total, mine, told, paid = shared(key, server, tree.take(held, flat), data, ids, at, slots)
         return total, tree.put(held, flat, mine), told, paid
 
     def work(
-        key: Array, server: Tree, held: Tree, data: FederatedData, ids: Array, rows: Array
+        key: Array, server: Tree, held: Tree, data: FederatedData | Part, ids: Array, rows: Array
     ) -> tuple[Tree, Tree, Report]:
+        population, at = data.num_clients, ids
+        if isinstance(data, Part):
+            data, at = data.data, jnp.arange(len(ids))
         _, k_client, k_server = jax.random.split(key, 3)
         drawn = len(ids)
         share = -(-drawn // count)
         lanes = min(chunk, share) if chunk else default_chunk(server, share)
-        order = jnp.argsort(-data.size.at[ids].get(mode='fill', fill_value=0))  # like sizes share a chunk
+        order = jnp.argsort(-data.size.at[at].get(mode='fill', fill_value=0))  # like sizes share a chunk
         fill = -drawn % (lanes * count)
-        ids = jnp.pad(ids[order], (0, fill), constant_values=data.num_clients)  # nobody fills the last chunks
+        ids = jnp.pad(ids[order], (0, fill), constant_values=population)  # nobody fills the last chunks
+        at = jnp.pad(at[order], (0, fill), constant_values=data.num_clients)
         rows = jnp.pad(rows[order], (0, fill), constant_values=jnp.iinfo(rows.dtype).max)
-        cut = [u.reshape(-1, lanes) for u in (ids, rows, jnp.arange(len(ids)))]
+        cut = [u.reshape(-1, lanes) for u in (ids, at, rows, jnp.arange(len(ids)))]
         if mesh is None:
             total, held, told, paid = run(k_client, server, held, data, *cut)
         else:
-            sizes = data.size.at[cut[0]].get(mode='fill', fill_value=0)
+            sizes = data.size.at[cut[1]].get(mode='fill', fill_value=0)
             place = devices.balanced(jnp.max(sizes, axis=1), count)
             total, held, told, paid = spread(k_client, server, held, data, *(u[jnp.argsort(place)] for u in cut))
             told = jax.tree.map(lambda u: u[place], told)
@@ -283,10 +301,10 @@ def participants(key: Array, rounds: Array | int, population: int, cohort: int |
 def lanes_of(one: Callable[..., Any]) -> Callable[..., Any]:
     """vmap, except that a single lane is run as it is: convolutions stay ordinary ones."""
 
-    def run(ids: Array, clients: Tree) -> Any:
-        if len(ids) > 1:
-            return jax.vmap(one)(ids, clients)
-        out = one(ids[0], jax.tree.map(lambda u: u[0], clients))
+    def run(who: tuple[Array, Array], clients: Tree) -> Any:
+        if len(who[0]) > 1:
+            return jax.vmap(one)(who, clients)
+        out = one(*jax.tree.map(lambda u: u[0], (who, clients)))
         return jax.tree.map(lambda u: u[None], out)
 
     return run

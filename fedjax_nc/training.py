@@ -1,6 +1,7 @@
 """The Python around the round: progress, evaluation, files and resumption."""
 
 import contextlib
+import itertools
 import math
 import time
 import warnings
@@ -17,6 +18,7 @@ from fedjax_nc import checks, devices, fingerprint, footprint, population, simul
 from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.checkpoints import CheckpointError as CheckpointError
 from fedjax_nc.checkpoints import Files, Row, first_process, holding
+from fedjax_nc.data.host import HostData, feed, shapes
 from fedjax_nc.progress import Progress
 
 Evaluate = Callable[[State], dict[str, Array]]
@@ -73,14 +75,15 @@ def run(
       algorithm: what to train.
       key: key of the whole run.
       state: from `simulate.init`, `simulate.join` or `population.init`, which keeps client states off the devices.
-      data: the clients.
+      data: the clients; `data.HostData` stay off the devices, and each round's examples travel while the one before is
+        computed.
       rounds: total number of rounds.
       cohort: clients a round; all by default.
       chunk: clients side by side; see `simulate.make_round`.
       mesh: devices to share the rounds, from `devices.mesh`. With several processes each runs this with the same
         arguments; `out` must be a directory that all of them see, and the first one writes the tables.
       rounds_per_call: rounds compiled into one call; saves dispatch when rounds are very short. 1 with a
-        `population.Store`, where the time of the first round includes compiling it.
+        `population.Store`, where the time of the first round includes compiling it, and with `data.HostData`.
       evaluate: metrics of a state.
       eval_every: rounds between evaluations.
       eval_last: how many of the last rounds are evaluated whatever `eval_every` says: papers report their mean.
@@ -123,8 +126,10 @@ def run(
     checks.key('key', key)
     checks.kind('state', state, State)
     checks.kind('data', data, FederatedData)
-    if isinstance(state.clients, population.Store) and rounds_per_call > 1:
-        raise ValueError('client states kept off the devices come and go between rounds: leave rounds_per_call at 1')
+    if (isinstance(state.clients, population.Store) or isinstance(data, HostData)) and rounds_per_call > 1:
+        raise ValueError(
+            'client states and examples kept off the devices come and go between rounds: leave rounds_per_call at 1'
+        )
     if mesh is not None:
         state, data = placed(mesh, state, data)
     step = Rounds(algorithm, state, cohort=cohort, chunk=chunk, mesh=mesh)
@@ -143,11 +148,12 @@ def run(
         if first < rounds and memory_limit != math.inf:
             check_memory(algorithm, state, data, cohort, chunk, memory_limit)
         with Progress(name, first, rounds, show=progress and first_process()) as bar:
+            given = parts(data, key, first, rounds, cohort, mesh)
             for start, stop in calls(first, rounds, rounds_per_call, due):
                 if not step.ready(stop - start):
                     bar.compiling()
                 keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(start, stop))
-                state, report, seconds = step(keys, state, data)
+                state, report, seconds = step(keys, state, next(given))
                 new, trouble = rows(report, start, seconds, data)
                 if trouble:
                     raise DivergedError(trouble + given_up(files, new))
@@ -169,12 +175,21 @@ def run(
     return Run(state, history, step.compile_seconds, speed(history))
 
 
+def parts(
+    data: FederatedData, key: Array, first: int, rounds: int, cohort: int | None, mesh: Mesh | None
+) -> Iterator[Any]:
+    """What each call takes of the data: all of them, or what its round needs of those that stay on the host."""
+    if not isinstance(data, HostData):
+        return itertools.repeat(data)
+    return feed(data, (jax.random.fold_in(key, t) for t in range(first, rounds)), cohort=cohort, mesh=mesh)
+
+
 def placed(mesh: Mesh, state: State, data: FederatedData) -> tuple[State, FederatedData]:
-    """State and data on the devices of a mesh; client states that are kept off the devices stay there."""
-    if not isinstance(state.clients, population.Store):
-        return devices.place(mesh, state, data)
-    (server, _), data = devices.place(mesh, State(state.server, ()), data)
-    return State(server, state.clients), data
+    """State and data on the devices of a mesh; client states and data that are kept off the devices stay there."""
+    apart = isinstance(state.clients, population.Store)
+    onto, given = State(state.server, ()) if apart else state, None if isinstance(data, HostData) else data
+    onto, given = devices.place(mesh, onto, given)  # type: ignore[arg-type]
+    return State(onto.server, state.clients) if apart else onto, data if given is None else given
 
 
 class Rounds:
@@ -253,12 +268,14 @@ def check_memory(
     chunk: int | None,
     limit: float | None,
 ) -> None:
-    """Raises MemoryError as `footprint.check`, also for states that are kept off the devices."""
+    """Raises MemoryError as `footprint.check`, also for states and examples that are kept off the devices."""
     if isinstance(store := state.clients, population.Store):  # what travels to the devices: the states of a cohort
         members, first = cohort or store.num_clients, store.take(np.arange(1))
         state = state._replace(
             clients=jax.tree.map(lambda u: jax.ShapeDtypeStruct((members, *u.shape[1:]), u.dtype), first)
         )
+    if isinstance(data, HostData):
+        data, cohort = shapes(data, cohort or data.num_clients), None
     footprint.check(algorithm, state, data, cohort=cohort, chunk=chunk, limit=limit)
 
 

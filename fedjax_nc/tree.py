@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,17 @@ def sub(a: Tree, b: Tree) -> Tree:
 
 def scale(a: Tree, factor: Array | float) -> Tree:
     return jax.tree.map(lambda u: factor * u, a)
+
+
+def named(a: Tree) -> dict[str, Any]:
+    """The leaves of a tree by their paths, such as 'variables.params.head.kernel', in the order of the leaves."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(a):
+        name = jax.tree_util.keystr(path, simple=True, separator='.') or 'value'
+        while name in found:  # a name with a dot in it may look like another's path
+            name += "'"
+        found[name] = leaf
+    return found
 
 
 def zeros(a: Tree) -> Tree:

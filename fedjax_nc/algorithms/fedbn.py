@@ -7,6 +7,7 @@ FedAvg, except that scale, shift and running statistics of all BatchNorm layers,
 client state: training and personal prediction use the client's own, the others are averaged.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ def algorithm(
     of FedLoGe, for the generic model alone: none takes them back.
 
     Args:
-      objective: model, head and loss; the model's BatchNorm layers are called so, as flax does.
+      objective: model, head and loss. The model's BatchNorm layers are those called so, as flax does, and those whose
+        parameters lie beside running statistics, as the adapters of `models` leave them.
       client_opt: from the round's number to a client's optimizer.
       base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
       **kwargs: as for `base`.
@@ -78,10 +80,21 @@ def norms(v: Variables) -> Norms:
     Raises:
       ValueError: if it has none.
     """
-    affine = {keystr(path): leaf for path, leaf in tree_leaves_with_path(v.params) if 'BatchNorm' in keystr(path)}
+    normed = {layer(path) for path, _ in tree_leaves_with_path({'body': v.stats})} - {'body'}
+    affine = {
+        keystr(path): leaf
+        for path, leaf in tree_leaves_with_path(v.params)
+        if 'BatchNorm' in keystr(path) or layer(path) in normed
+    }
     if not affine:
         raise ValueError("FedBN needs a model with BatchNorm layers, such as ResNet20(norm='batch')")
     return Norms(affine, v.stats)
+
+
+def layer(path: Any) -> str:
+    """The name of the layer to which a leaf belongs; in equinox and haiku statistics are a level below it."""
+    name = keystr(path, simple=True, separator='.').rpartition('.')[0]
+    return re.sub(r'(\.(batch|ema)_state_index|/~/(mean|var)_ema)$', '', name)
 
 
 def holding(server: fedavg.Server, own: Norms) -> fedavg.Server:

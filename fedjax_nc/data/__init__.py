@@ -4,6 +4,7 @@ partition: labels -> which examples lie on which client
 features: clients that see the same things differently
 federated: a pool and a partition -> `FederatedData`; local test splits
 dataset: what a data set is, and parts of one
+host: the same for pools that do not fit on the device
 sources: data sets by name
 folders, femnist: folders of images; LEAF's writers
 files, tables, hub: data sets from a user's own `.npz`, CSV and Parquet files, and of Hugging Face
@@ -18,6 +19,7 @@ from fedjax_nc.data.federated import class_weights, common_test, federate, match
 from fedjax_nc.data.femnist import load_femnist
 from fedjax_nc.data.files import load_npz
 from fedjax_nc.data.folders import load_cinic10, load_folder, load_tiny_imagenet
+from fedjax_nc.data.host import HostData, Part, cohorts, feed, part
 from fedjax_nc.data.hub import load_hub
 from fedjax_nc.data.partition import (
     by_domain,
@@ -40,10 +42,13 @@ from fedjax_nc.data.tables import load_table
 __all__ = [
     'Dataset',
     'DatasetUnavailableError',
+    'HostData',
+    'Part',
     'add_noise',
     'by_domain',
     'class_weights',
     'clusters',
+    'cohorts',
     'common_test',
     'dirichlet',
     'dirichlet_capped',
@@ -51,6 +56,7 @@ __all__ = [
     'dirichlet_multiclass',
     'dirichlet_sizes',
     'federate',
+    'feed',
     'iid',
     'images',
     'keep',
@@ -65,6 +71,7 @@ __all__ = [
     'long_tail',
     'matched_tests',
     'natural',
+    'part',
     'power_law',
     'rotate',
     'shards',

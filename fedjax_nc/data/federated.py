@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fedjax_nc import checks
 from fedjax_nc.base import Array, FederatedData
 from fedjax_nc.data import arguments, partition
+from fedjax_nc.data.host import HostData
 
 
 def federate(
@@ -22,6 +23,7 @@ def federate(
     *,
     allow_empty: bool = False,
     width: int | None = None,
+    host: bool = False,
 ) -> FederatedData:
     """Puts a pool of examples and a partition of it on the device.
 
@@ -35,9 +37,11 @@ def federate(
         allow_empty: whether a client may hold nothing.
         width: N, columns of the table, by default as many as the longest client has rows. Compiled rounds serve any
             partition of the same width and number of clients.
+        host: whether everything stays on the host, because it is larger than the device: `x` and `y` are then NumPy
+            arrays, in memory or mapped from a file, and are not copied. See `fedjax_nc.data.host`.
 
     Returns:
-        The data of K clients; int32 except `x`.
+        The data of K clients; int32 except `x`. With `host` they are `HostData`.
 
     Raises:
         ValueError: if lengths disagree, examples are no numbers or not finite or change as jax stores them, labels or
@@ -46,7 +50,7 @@ def federate(
     if num_classes is not None:
         _count_classes('`num_classes`', num_classes)
     labels = arguments.labels('`y`', y, classes=num_classes)
-    x = _pool(x, len(labels))
+    x = _host_pool(x, len(labels)) if host else _pool(x, len(labels))
     num_classes = int(labels.max()) + 1 if num_classes is None else num_classes
     if isinstance(parts, ValuesView):
         parts = list(parts)
@@ -57,7 +61,8 @@ def federate(
         checks.whole('`width`', width)
         if width < longest:
             raise ValueError(f'`width` is {width} and the longest client has {longest} examples.')
-    return _table(x, jnp.asarray(labels, jnp.int32), labels, rows, num_classes, width)
+    kept = labels.astype(np.int32) if host else jnp.asarray(labels, jnp.int32)
+    return _table(x, kept, labels, rows, num_classes, width)
 
 
 def split(data: FederatedData, fraction: float, *, seed: int) -> tuple[FederatedData, FederatedData]:
@@ -198,6 +203,22 @@ def _pool(x: Any, length: int) -> Array:
     return pool
 
 
+def _host_pool(x: Any, length: int) -> NDArray[Any]:
+    """Examples as they are, looked at a piece at a time, refused where jax would make others of them."""
+    given = arguments.array('`x`', x)
+    if given.ndim == 0 or len(given) != length:
+        raise ValueError(f'`x` and `y` must hold one entry per example; got shapes {given.shape} and {(length,)}.')
+    if given.dtype != (fits := jax.dtypes.canonicalize_dtype(given.dtype)) or given.dtype.kind not in 'biuf':
+        raise ValueError(f'`x` on the host must be of a type that jax has: {fits}, not {given.dtype}.')
+    if np.issubdtype(given.dtype, np.inexact):
+        piece = max(1, 2**26 // max(1, given[:1].nbytes))
+        for start in range(0, length, piece):
+            with np.errstate(invalid='ignore'):
+                if not np.isfinite(given[start : start + piece]).all():
+                    checks.finite('`x`', given[start : start + piece])
+    return given
+
+
 def _rows(client: int, part: NDArray, pool: int, allow_empty: bool) -> NDArray:
     if part.size == 0:
         if not allow_empty:
@@ -213,12 +234,15 @@ def _rows(client: int, part: NDArray, pool: int, allow_empty: bool) -> NDArray:
 
 
 def _table(
-    x: Array, y: Array, labels: NDArray, rows: list[NDArray], num_classes: int, width: int | None = None
+    x: Any, y: Any, labels: NDArray, rows: list[NDArray], num_classes: int, width: int | None = None
 ) -> FederatedData:
+    """Data on the device, or on the host where their pool is."""
     size = np.array([len(part) for part in rows], np.int32)
     index = np.zeros((len(rows), width or max(size.max(), 1)), np.int32)
     counts = np.zeros((len(rows), num_classes), np.int32)
     for k, part in enumerate(rows):
         index[k, : len(part)] = part
         counts[k] = np.bincount(labels[part], minlength=num_classes)
+    if isinstance(x, np.ndarray):
+        return HostData(x, y, index, size, counts)  # type: ignore[arg-type]
     return FederatedData(x, y, jnp.asarray(index), jnp.asarray(size), jnp.asarray(counts))

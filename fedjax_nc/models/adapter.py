@@ -1,7 +1,10 @@
-"""From a flax module to the library's `Model`."""
+"""From models of other libraries to the library's `Model`: what adapters share, and those for flax linen and functions.
+
+Others are in `adapter_nnx`, `adapter_equinox` and `adapter_haiku`, which need those libraries.
+"""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,54 +17,223 @@ from fedjax_nc.base import Array, Model, Tree
 Preprocess = Callable[[Array, Array | None], Array]
 """(batch, key) -> what the module takes; key None means evaluation: no augmentation."""
 
+Apply = Callable[[Tree, Tree, Array, Array | None, Array | None], tuple[Array, Tree]]
+"""(params, stats, prepared batch, mask, key) -> (features, new stats); without a key it evaluates."""
+
+TRAINS = ('train', 'training', 'is_training')
+EVALUATES = ('deterministic', 'inference', 'use_running_average')
+
 
 def scale_images(x: Array, key: Array | None = None) -> Array:
     """Bytes to [-1, 1]; all else is left alone, floats as they are and integers as the tokens that they may be."""
     return (x.astype(jnp.float32) / 255 - 0.5) / 0.5 if x.dtype == jnp.uint8 else x
 
 
-def from_flax(module: nn.Module, preprocess: Preprocess | None = None) -> Model:
-    """Makes a `Model` of a module `__call__(x, *, mask=None, train=False) -> features [B, D]`.
+def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classifier: str | None = None) -> Model:
+    """Makes a `Model` of a flax linen module, `x [B, ...] -> features [B, D]`.
 
-    Its collection 'batch_stats', if any, becomes the `stats`, otherwise they are (). Dropout draws from `key`.
+    Its `__call__` is told what it asks for by name: `train`, `training` or `is_training`, or else `deterministic`; and
+    `mask [B]`, which is False for rows that are padding. The collection 'batch_stats', if any, becomes the `stats`,
+    otherwise they are (). `nn.BatchNorm` is given the mask in any case. Dropout draws from the key 'dropout'.
 
     Args:
-        module: the body, without a classifier: an instance of a `flax.linen.Module`.
+        module: the body: an instance of a `flax.linen.Module`.
         preprocess: applied to each raw batch, augmentation included; None means `scale_images`.
+        classifier: name of the submodule that classifies, 'Dense_2' for instance, if the module ends in one. It is left
+            out: the features are what it would be given.
 
     Returns:
         The model. Its features are float32; with `key=None` it runs in evaluation mode and returns `stats` unchanged.
 
     Raises:
-        ValueError: if `module` is no such instance, its `__call__` does not take `mask` and `train` by name, or
-            `preprocess` is no function.
+        ValueError: if `module` is no such instance, or `preprocess` no function; on `init`, if there is no submodule
+            `classifier`, or the module has variables other than 'params' and 'batch_stats'.
     """
     _check_module(module)
+    named = asked(module.__call__)
+
+    def call(variables: Tree, x: Array, mask: Array | None, train: bool, met: list[str] | None, **kwargs: Any) -> Any:
+        def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+            inner = context.module
+            if context.method_name == '__call__' and len(inner.path) == 1:
+                if met is not None:
+                    met.append(inner.name)
+                if inner.name == classifier:
+                    return args[0]
+            if type(inner) is nn.BatchNorm and mask is not None and context.method_name == '__call__':
+                kwargs = {'mask': rows_of(mask, args[0]), **kwargs}
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(intercept):
+            return kwargs.pop('by', module.apply)(variables, x, **named(mask, train), **kwargs)
+
+    def init(key: Array, x: Array) -> tuple[Tree, Tree]:
+        met: list[str] = []
+        variables = call(key, x, None, False, met, by=module.init)
+        if classifier is not None and classifier not in met:
+            raise ValueError(no_part('classifier', classifier, met))
+        if others := sorted(set(variables) - {'params', 'batch_stats'}):
+            raise ValueError(
+                f"{type(module).__name__} keeps {', '.join(others)}: only 'params' and 'batch_stats' travel"
+            )
+        return variables.get('params', {}), variables.get('batch_stats', ())
+
+    def apply(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
+        variables = {'params': params, 'batch_stats': stats} if stats else {'params': params}
+        if key is None:
+            return call(variables, x, mask, False, None), stats
+        z, updated = call(variables, x, mask, True, None, mutable=['batch_stats'], rngs={'dropout': key})
+        return z, updated['batch_stats'] if stats else stats
+
+    return modelled(init, apply, preprocess)
+
+
+def from_functions(
+    init: Callable[[Array, Array], Tree], apply: Callable[..., Array], preprocess: Preprocess | None = None
+) -> Model:
+    """Makes a `Model` of a pair `init(key, x [B, ...]) -> params`, `apply(params, x) -> features [B, D]`.
+
+    `apply` is told what it asks for by name: `key`, None in evaluation; `train`, as in `from_flax`; and `mask [B]`,
+    False for rows that are padding, which nothing but statistics over a batch needs. What else changes in training is a
+    `Model`'s `stats`: write that, of two functions as well.
+
+    Args:
+        init: from a key and a prepared batch to parameters, any tree of float32 arrays.
+        apply: the body, without a classifier.
+        preprocess: as for `from_flax`.
+
+    Raises:
+        ValueError: if one of them is no function.
+    """
+    for name, function in (('`init`', init), ('`apply`', apply)):
+        if not callable(function) or isinstance(function, type):
+            raise ValueError(f'{name} must be a function; got {checks.shown(function)}.')
+    named = asked(apply, 2, ('key',))
+
+    def run(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
+        return apply(params, x, **named(mask, key is not None, key=key)), stats
+
+    return modelled(lambda key, x: (init(key, x), ()), run, preprocess)
+
+
+def modelled(init: Callable[[Array, Array], tuple[Tree, Tree]], apply: Apply, preprocess: Preprocess | None) -> Model:
+    """The `Model` of functions that take prepared batches, and whose features may be of any type.
+
+    Raises:
+        ValueError: if `preprocess` is no function.
+    """
     if preprocess is not None and not callable(preprocess):
         raise ValueError(f'`preprocess` must be a function of a batch and a key; got {checks.shown(preprocess)}.')
     prepare = preprocess or scale_images
 
     # Jitted so that only the parameters are computed, not the features of the example; here, to be compiled once.
-    begin = jax.jit(lambda key, x: module.init(key, prepare(x, None), mask=None, train=False))
-
-    def init(key: Array, x: Array) -> tuple[Tree, Tree]:
-        variables = begin(key, x)
-        return variables['params'], variables.get('batch_stats', ())
+    begin = jax.jit(lambda key, x: init(key, prepare(x, None)))
 
     def features(
         params: Tree, stats: Tree, x: Array, mask: Array | None = None, key: Array | None = None
     ) -> tuple[Array, Tree]:
-        variables = {'params': params, 'batch_stats': stats} if stats else {'params': params}
         if key is None:
-            z = module.apply(variables, prepare(x, None), mask=mask, train=False)
+            z, _ = apply(params, stats, prepare(x, None), mask, None)
             return jnp.asarray(z, jnp.float32), stats
-        augment, dropout = jax.random.split(key)
-        z, updated = module.apply(
-            variables, prepare(x, augment), mask=mask, train=True, mutable=['batch_stats'], rngs={'dropout': dropout}
-        )
-        return jnp.asarray(z, jnp.float32), updated['batch_stats'] if stats else stats
+        augment, noise = jax.random.split(key)
+        z, new = apply(params, stats, prepare(x, augment), mask, noise)
+        return jnp.asarray(z, jnp.float32), new
 
-    return Model(init, features)
+    return Model(begin, features)
+
+
+def asked(function: Callable[..., Any], arguments: int = 1, known: Sequence[str] = ()) -> Callable[..., dict[str, Any]]:
+    """What a function wants to be told, of what an adapter knows: `(mask, train, **known) -> arguments by name`.
+
+    A function that takes any name gets `mask` and `train`.
+
+    Args:
+        function: what will be called.
+        arguments: how many come first, without a name.
+        known: names that an adapter knows beside `mask` and those of training and evaluation.
+
+    Raises:
+        ValueError: if it cannot do without anything else, or does not take by name what it could be told.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    for p in list(parameters)[arguments:]:
+        name, could = p.name, p.name in {*TRAINS, *EVALUATES, *known, 'mask'}
+        if could and p.kind is p.POSITIONAL_ONLY:
+            raise ValueError(f'{_called(function)} does not take {name} by name: write it as (x, *, {name}=None)')
+        if not could and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
+            raise ValueError(f'{_called(function)} needs {name}, of which nothing is known: give it a default')
+    wanted = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        wanted |= {'mask', 'train'}
+
+    def told(mask: Array | None, train: bool, **others: Any) -> dict[str, Any]:
+        modes = {**dict.fromkeys(TRAINS, train), **dict.fromkeys(EVALUATES, not train)}
+        return {name: value for name, value in {**modes, 'mask': mask, **others}.items() if name in wanted}
+
+    return told
+
+
+def _called(function: Callable[..., Any]) -> str:
+    return getattr(function, '__qualname__', type(function).__name__)
+
+
+def rows_of(mask: Array, x: Array) -> Array:
+    """A mask of rows [B] in the shape that broadcasts to `x [B, ...]`."""
+    return mask.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def no_part(what: str, name: str, known: Any) -> str:
+    """That a module has no such part, in a line."""
+    return f'no part of the module is called {name!r}, as `{what}` says; there are {", ".join(sorted(set(known)))}'
+
+
+def maker(module: Any, argument: str, wanted: str) -> Callable[[Any], Any]:
+    """What makes a module from one thing, whatever it calls it; `argument` is what it is asked to call it.
+
+    Raises:
+        ValueError: if it is no function or class, or takes nothing.
+    """
+    if not callable(module) or isinstance(module, nn.Module):
+        raise ValueError(f'`module` must be {wanted}, or make one from `{argument}`; got {checks.shown(module)}.')
+    parameters = list(inspect.signature(getattr(module, '__init__') if isinstance(module, type) else module).parameters)  # noqa: B009
+    if argument in parameters:
+        return lambda given: module(**{argument: given})
+    if not parameters[isinstance(module, type) :]:
+        raise ValueError(f'`module` must make {wanted} from `{argument}`: lambda {argument}: Net(..., {argument}=...).')
+    return lambda given: module(given)
+
+
+def found(module: Any, path: str) -> Any:
+    """A part of a module: names of attributes, or numbers in a list, with dots between, such as 'layers.2'.
+
+    Raises:
+        ValueError: if there is no such part.
+    """
+    at = module
+    for step in path.split('.'):
+        try:
+            at = at[int(step)] if step.lstrip('-').isdigit() else getattr(at, step)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise ValueError(no_part('classifier', path, _attributes(module))) from None
+    return at
+
+
+def _attributes(module: Any) -> Iterator[str]:
+    return (name for name, value in vars(module).items() if callable(value) or isinstance(value, list | tuple))
+
+
+def as_values(state: Tree) -> Tree:
+    """State of a module as `stats`, whose means are taken: counters and flags become float32."""
+    return jax.tree.map(lambda u: u if jnp.issubdtype(u.dtype, jnp.inexact) else u.astype(jnp.float32), state)
+
+
+def as_state(stats: Tree, like: Tree) -> Tree:
+    """`stats` with the types that a module's state has."""
+    return jax.tree.map(
+        lambda u, v: u.astype(v.dtype) if jnp.issubdtype(v.dtype, jnp.inexact) else jnp.round(u).astype(v.dtype),
+        stats,
+        like,
+    )
 
 
 def _check_module(module: Any) -> None:
@@ -69,15 +241,8 @@ def _check_module(module: Any) -> None:
         raise ValueError(f'`module` must be an instance, not the class: pass {module.__name__}(...).')
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f'`module` must be an instance of a flax.linen.Module, such as models.MLP(); got {checks.shown(module)}.'
+            f'`module` must be an instance of a flax.linen.Module, such as models.MLP(); got {checks.shown(module)}. '
+            'Others have adapters of their own: from_nnx, from_equinox, from_haiku, from_functions.'
         )
-    call = getattr(module, '__call__', None)  # noqa: B004  # what matters is what it takes
-    taken = inspect.signature(call).parameters.values() if call else ()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
-        return
-    named = {parameter.name for parameter in taken if parameter.kind is not parameter.POSITIONAL_ONLY}
-    if missing := [name for name in ('mask', 'train') if name not in named]:
-        raise ValueError(
-            f'{type(module).__name__}.__call__ does not take {" and ".join(missing)} by name: '
-            'write it as `__call__(self, x, *, mask=None, train=False)`.'
-        )
+    if not callable(getattr(module, '__call__', None)):  # noqa: B004  # an instance is, whether it has one or not
+        raise ValueError(f'{type(module).__name__} has no `__call__`: it must take a batch and return features [B, D].')

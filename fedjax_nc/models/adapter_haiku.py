@@ -1,0 +1,93 @@
+"""From a haiku function to the library's `Model`. It needs haiku."""
+
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from fedjax_nc import checks
+from fedjax_nc.base import Array, Model, Tree
+from fedjax_nc.models.adapter import Preprocess, as_state, as_values, asked, modelled, no_part, rows_of
+
+
+def from_haiku(
+    function: Callable[..., Array], preprocess: Preprocess | None = None, *, classifier: str | None = None
+) -> Model:
+    """Makes a `Model` of a function that builds haiku modules, `x [B, ...] -> features [B, D]`.
+
+        model = models.from_haiku(lambda x: hk.nets.MLP([64, 64])(hk.Flatten()(x)))
+
+    Parameters and state are haiku's, by their names; state that is no float is averaged all the same, and rounded. The
+    function is told by name what it asks for: `is_training` and the other names of `from_flax`, and `mask`.
+    `hk.next_rng_key()` draws in training alone. `hk.BatchNorm` leaves out rows that are padding.
+
+    Args:
+        function: the body, not transformed.
+        preprocess: as for `from_flax`.
+        classifier: name of the module that classifies, 'mlp/~/linear_2' for instance, if the function ends in one. It
+            is left out: the features are what it would be given.
+
+    Raises:
+        ValueError: if `function` is none, or transformed, or `preprocess` no function; on `init`, if there is no module
+            `classifier`.
+    """
+    if isinstance(function, hk.Transformed | hk.TransformedWithState):
+        raise ValueError('`function` must be what was given to hk.transform, not what came of it.')
+    if isinstance(function, type | hk.Module) or not callable(function):
+        raise ValueError(f'`function` must build its modules: lambda x: Net(64)(x); got {checks.shown(function)}.')
+    named = asked(function)
+
+    def body(x: Array, mask: Array | None, train: bool, met: list[str]) -> Array:
+        def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+            inner = context.module
+            if context.method_name == '__call__':
+                met.append(inner.module_name)
+                if inner.module_name == classifier:
+                    return args[0]
+                if isinstance(inner, hk.BatchNorm) and mask is not None:
+                    if inner.axis is not None or inner.channel_index not in (-1, args[0].ndim - 1):
+                        raise ValueError(f'{inner.module_name} must have its channels last, and no axes of its own.')
+                    return _masked(call, mask, *args, **kwargs)
+            return call(*args, **kwargs)
+
+        with hk.intercept_methods(intercept):
+            return function(x, **named(mask, train))
+
+    pure = hk.transform_with_state(body)
+
+    def shapes(x: Array) -> Tree:
+        """The state that the function has, of which `stats` hold the values."""
+        return jax.eval_shape(lambda x: pure.init(jax.random.key(0), x, None, True, [])[1], x)
+
+    def init(key: Array, x: Array) -> tuple[Tree, Tree]:
+        met: list[str] = []
+        params, state = pure.init(key, x, None, True, met)  # as haiku's own examples do: averages are made in training
+        if classifier is not None and classifier not in met:
+            raise ValueError(no_part('classifier', classifier, met))
+        return dict(params), as_values(dict(state)) or ()
+
+    def apply(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
+        state = as_state(stats, dict(shapes(x))) if stats else {}
+        z, new = pure.apply(params, state, key, x, mask, key is not None, [])
+        return z, as_values(dict(new)) if stats else stats
+
+    return modelled(init, apply, preprocess)
+
+
+def _masked(call: Callable[..., Array], mask: Array, x: Array, is_training: bool, *args: Any, **kwargs: Any) -> Array:
+    """Batch normalisation of the rows of `x` that `mask` marks.
+
+    haiku's layer takes no mask. It sees rows that have, padding included, the moments of the real ones: those scaled
+    away from their mean, the mean in the place of the others, and one more mean, which tells what it adds to all.
+    """
+    if not is_training:
+        return call(x, is_training, *args, **kwargs)
+    keep, axes = rows_of(mask, x), tuple(range(x.ndim - 1))
+    n = jnp.maximum(jnp.sum(mask), 1).astype(x.dtype)
+    mean = jnp.sum(jnp.where(keep, x, 0), axes, keepdims=True) * (len(x) / (x.size / x.shape[-1])) / n
+    spread = jnp.sqrt((len(x) + 1) / n)
+    seen = jnp.where(keep, mean + (x - mean) * spread, mean)
+    y = call(jnp.concatenate([seen, jnp.broadcast_to(mean, (1, *x.shape[1:]))]), is_training, *args, **kwargs)
+    return y[-1:] + (y[:-1] - y[-1:]) / spread

@@ -1,0 +1,257 @@
+"""A model to take away: saved and loaded with its names, or exported to a file that predicts without this library.
+
+    saving.save('model.safetensors', algorithm, state, data)                       # the generic model
+    saving.save('client-3.safetensors', stage, state, data, client=3)              # a client's own
+    generic = saving.load('model.safetensors', algorithm)
+    logits = algorithm.predict(generic.server, generic.client, x)
+
+    saving.export('model.jax', algorithm, state, data)                             # needs jax alone to predict:
+    predict = jax.export.deserialize(bytearray(open('model.jax', 'rb').read())).call
+
+Nothing is pickled, and no file can make a program import or run anything but arithmetic.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from safetensors.numpy import save as packed
+
+from fedjax_nc import checks, population, tree
+from fedjax_nc.base import Algorithm, FederatedData, State, Tree
+from fedjax_nc.checkpoints import replace
+
+FORMAT = 'fedjax_nc model 1'
+PLATFORMS = ('cpu', 'cuda', 'tpu')
+
+
+class Saved(NamedTuple):
+    """What a file holds: `algorithm.predict(server, client, x)` is its model."""
+
+    server: Tree
+    client: Tree | None  # None for the generic model
+    about: dict[str, Any]  # what was said of it, and `format`, `library`, `example`, `num_classes`, ...
+
+
+def save(
+    path: str | Path,
+    algorithm: Algorithm,
+    state: State,
+    data: FederatedData,
+    *,
+    client: int | None = None,
+    classes: Sequence[str] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the model of a state to a safetensors file, whole or not at all.
+
+    The server's state goes into it, so that training can go on from it, and with `client` that client's own. Arrays
+    have their paths as names, such as 'server.variables.params.head.kernel'.
+
+    Args:
+        path: the file, '.safetensors' by custom. What was there is replaced.
+        algorithm: whose state it is; the last stage, where stages followed training.
+        state: from `simulate.init`, `training.run` or a round.
+        data: the clients on which it was trained: the description says what an example looks like.
+        client: whose personal model it is; None for the generic one.
+        classes: names of the C classes.
+        about: what else the description is to say, as JSON can hold it: the model, its preprocessing.
+
+    Raises:
+        ValueError: if the algorithm has no such model, there is no such client, `classes` are not as many as there
+            are, or `about` cannot be written as JSON.
+        OSError: if the file cannot be written.
+    """
+    server, own = _chosen(algorithm, state, data, client)
+    said = _description(algorithm, server, own, data, client, classes, about)
+    arrays = {name: np.asarray(leaf) for name, leaf in tree.named(_whole(server, own)).items()}
+    replace(Path(path), packed(arrays, metadata={'fedjax_nc': json.dumps(said)}))
+
+
+def load(path: str | Path, algorithm: Algorithm, like: State | None = None) -> Saved:
+    """Reads what `save` wrote.
+
+    Args:
+        path: the file.
+        algorithm: as it was saved with: the same model, head and method.
+        like: a state of the kind that was saved, by `simulate.join` for instance, where `algorithm.init` makes another:
+            stages that follow training.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is damaged, or not of this kind, or of another algorithm or model.
+    """
+    checks.kind('algorithm', algorithm, Algorithm)
+    path = Path(path)
+    content, about = _read(path)
+    server, client = _shapes(algorithm, about, like)
+    wanted = tree.named(_whole(server, client))
+    if odd := sorted(set(wanted) ^ set(content)):
+        where = 'lacks' if odd[0] in wanted else 'holds'
+        raise ValueError(
+            f'{path} is of another algorithm or model: it {where} {odd[0]}'
+            + (f' and {len(odd) - 1} more are one-sided' if odd[1:] else '')
+            + '; after a stage, hand over a state of its kind as `like`'
+        )
+    for name, leaf in wanted.items():
+        found = content[name]
+        if found.shape != leaf.shape or found.dtype != leaf.dtype:
+            raise ValueError(
+                f'{path} is of another model: {name} is {found.dtype} {found.shape} and should be '
+                f'{leaf.dtype} {leaf.shape}'
+            )
+    whole = _whole(server, client)
+    filled = jax.tree.unflatten(jax.tree.structure(whole), [jnp.asarray(content[name]) for name in wanted])
+    return Saved(filled['server'], filled.get('client'), about)
+
+
+def export(
+    path: str | Path,
+    algorithm: Algorithm,
+    state: State,
+    data: FederatedData,
+    *,
+    client: int | None = None,
+    platforms: Sequence[str] = PLATFORMS,
+    classes: Sequence[str] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the model of a state as a program of `jax.export`, and its description beside it as `<path>.json`.
+
+    The program takes raw examples [B, ...] for any B, as `data` holds them, and returns logits [B, C]; preprocessing
+    and parameters are in it. jax and flatbuffers are all that it needs:
+
+        program = jax.export.deserialize(bytearray(open(path, 'rb').read()))
+        logits = program.call(x)
+
+    The format is StableHLO, which jax reads for six months after it was written, and longer where it can; keep what
+    `save` writes, too.
+
+    Args:
+        path: the file.
+        algorithm: as for `save`.
+        state: as for `save`.
+        data: the clients: their examples have the shape and type that the program takes.
+        client: whose personal model; None for the generic one.
+        platforms: what it runs on: any of 'cpu', 'cuda', 'rocm' and 'tpu'.
+        classes: as for `save`.
+        about: as for `save`.
+
+    Raises:
+        ValueError: as `save`, or for platforms that there are not.
+        OSError: if a file cannot be written.
+    """
+    known = {*PLATFORMS, 'rocm'}
+    if isinstance(platforms, str) or not platforms or not {*platforms} <= known:
+        raise ValueError(f'platforms must name some of {", ".join(sorted(known))}, not {checks.shown(platforms)}')
+    server, own = _chosen(algorithm, state, data, client)
+    said = _description(algorithm, server, own, data, client, classes, about)
+    (batch,) = jax.export.symbolic_shape('batch')
+    x = jax.ShapeDtypeStruct((batch, *data.x.shape[1:]), data.x.dtype)
+    program = jax.export.export(jax.jit(lambda x: algorithm.predict(server, own, x)), platforms=tuple(platforms))(x)
+    path = Path(path)
+    text = json.dumps({**said, 'platforms': list(platforms)}, indent=2) + '\n'
+    replace(path, bytes(program.serialize()))
+    replace(path.with_name(path.name + '.json'), text)
+
+
+def _whole(server: Tree, client: Tree | None) -> dict[str, Tree]:
+    return {'server': server} if client is None else {'server': server, 'client': client}
+
+
+def _chosen(algorithm: Algorithm, state: State, data: FederatedData, client: int | None) -> tuple[Tree, Tree | None]:
+    """The server's state and a client's."""
+    checks.kind('algorithm', algorithm, Algorithm)
+    checks.kind('state', state, State)
+    checks.kind('data', data, FederatedData)
+    if client is None:
+        return state.server, None
+    checks.whole('client', client, 0)
+    if client >= data.num_clients:
+        raise ValueError(f'client must be one of {data.num_clients}, not {client}')
+    if isinstance(state.clients, population.Store):
+        return state.server, jax.tree.map(lambda u: u[0], state.clients.take(np.array([client])))
+    if not jax.tree.leaves(state.clients):
+        raise ValueError('clients of this algorithm keep nothing: their models come from a stage such as finetune')
+    return state.server, jax.tree.map(lambda u: u[client], state.clients)
+
+
+def _description(
+    algorithm: Algorithm,
+    server: Tree,
+    own: Tree | None,
+    data: FederatedData,
+    client: int | None,
+    classes: Sequence[str] | None,
+    about: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What a file says of itself."""
+    import fedjax_nc
+
+    x = jax.ShapeDtypeStruct((1, *data.x.shape[1:]), data.x.dtype)
+    logits = jax.eval_shape(lambda x: algorithm.predict(server, own, x), x)
+    if classes is not None and (isinstance(classes, str) or len(classes) != logits.shape[-1]):
+        raise ValueError(f'classes must name all {logits.shape[-1]} of them, not {checks.shown(classes)}')
+    said = {
+        **(about or {}),
+        'format': FORMAT,
+        'library': fedjax_nc.__version__,
+        'jax': jax.__version__,
+        'example': {'shape': list(x.shape[1:]), 'dtype': str(x.dtype)},
+        'num_classes': logits.shape[-1],
+        'num_clients': data.num_clients,
+        'client': client,
+        **({} if classes is None else {'classes': [str(name) for name in classes]}),
+    }
+    try:
+        json.dumps(said)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'about must be what JSON can hold: {error}') from error
+    return said
+
+
+def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays of a file and its description."""
+    if not path.is_file():
+        raise FileNotFoundError(f'{path} is not there')
+    try:
+        with safetensors.safe_open(path, framework='numpy') as file:
+            about = json.loads((file.metadata() or {}).get('fedjax_nc', 'null'))
+            content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise ValueError(f'{path} is damaged, or no safetensors file: {" ".join(str(error).split())}') from error
+    if not isinstance(about, dict) or about.get('format') != FORMAT:
+        raise ValueError(f'{path} was not written by saving.save, or by a later version of it')
+    return content, about
+
+
+def _shapes(algorithm: Algorithm, about: dict[str, Any], like: State | None) -> tuple[Tree, Tree | None]:
+    """The shapes of the states that a file describes."""
+
+    def of(shape: Sequence[int], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+    try:
+        example, clients, classes = about['example'], about['num_clients'], about['num_classes']
+        data = FederatedData(
+            of((1, *example['shape']), example['dtype']), of((1,)), of((clients, 1)), of((clients,)),
+            of((clients, classes)),
+        )  # fmt: skip
+        personal = about['client'] is not None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f'the description of the file is damaged: {error}') from error
+    if like is not None:
+        checks.kind('like', like, State)
+        clients = like.clients.take(np.zeros(1, int)) if isinstance(like.clients, population.Store) else like.clients
+        return jax.eval_shape(lambda: (like.server, jax.tree.map(lambda u: u[0], clients) if personal else None))
+    key = jax.random.key(0)
+    try:
+        server = jax.eval_shape(algorithm.init, key, data)
+        return server, jax.eval_shape(algorithm.init_client, key, server) if personal else None
+    except ValueError as error:
+        raise ValueError(f'{error}; or hand over a state of the kind that was saved as `like`') from error

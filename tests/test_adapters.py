@@ -1,0 +1,345 @@
+"""Bodies written with other libraries: what they become, that padding leaves no trace, and that they train."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from flax import nnx
+
+from fedjax_nc import evaluate, heads, losses, models, simulate
+from fedjax_nc.algorithms import fedavg, fedbn, fedetf
+from fedjax_nc.objective import objective
+
+KEY, RATE = jax.random.key(0), 0.5
+
+
+class Linen(nn.Module):
+    rate: float = RATE
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        x = nn.Dropout(self.rate, deterministic=not train)(nn.relu(x))
+        return nn.Dense(5, name='top')(nn.relu(nn.Dense(6)(x)))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs, rate=RATE):
+        self.first = nnx.Linear(toys.DIM, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(8, 6, rngs=rngs)])
+        self.top = nnx.Linear(6, 5, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.drop(nnx.relu(self.norm(self.first(x))))
+        return self.top(nnx.relu(self.blocks[0](x)))
+
+
+class Equinox(eqx.Module):
+    layers: list
+    norm: eqx.nn.BatchNorm
+    drop: eqx.nn.Dropout
+
+    def __init__(self, key, mode='batch', axis='batch', rate=RATE):
+        sizes = [(toys.DIM, 8), (8, 6), (6, 5)]
+        self.layers = [eqx.nn.Linear(*size, key=k) for size, k in zip(sizes, jax.random.split(key, 3), strict=True)]
+        self.norm = eqx.nn.BatchNorm(8, axis, mode=mode)
+        self.drop = eqx.nn.Dropout(rate)
+
+    def __call__(self, x, state, *, key):
+        x, state = self.norm(self.layers[0](x), state)
+        x = self.drop(jax.nn.relu(x), key=key)
+        return self.layers[2](jax.nn.relu(self.layers[1](x))), state
+
+
+def haiku(rate=RATE):
+    def body(x, is_training):
+        x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(hk.Linear(8)(x), is_training))
+        x = hk.dropout(hk.next_rng_key(), rate, x) if is_training else x
+        return hk.Linear(5, name='top')(jax.nn.relu(hk.Linear(6)(x)))
+
+    return body
+
+
+def functions(rate=RATE):
+    """No BatchNorm, which has a state: that is a `Model`'s business."""
+
+    def init(key, x):
+        first, second = jax.random.split(key)
+        return {'a': heads.dense_init(first, x.shape[-1], 8), 'b': heads.dense_init(second, 8, 6)}
+
+    def apply(params, x, key):
+        x = jax.nn.relu(heads.dense(params['a'], x))
+        if key is not None:
+            x *= jax.random.bernoulli(key, 1 - rate, x.shape) / (1 - rate) if rate else 1
+        return jax.nn.relu(heads.dense(params['b'], x))
+
+    return init, apply
+
+
+ADAPTED = {
+    'linen': lambda rate, **k: models.from_flax(Linen(rate), **k),
+    'nnx': lambda rate, **k: models.from_nnx(lambda rngs: Nnx(rngs, rate), **k),
+    'equinox': lambda rate, **k: models.from_equinox(lambda key: Equinox(key, rate=rate), **k),
+    'equinox, ema': lambda rate, **k: models.from_equinox(lambda key: Equinox(key, 'ema', rate=rate), **k),
+    'haiku': lambda rate, **k: models.from_haiku(haiku(rate), **k),
+    'functions': lambda rate, **k: models.from_functions(*functions(rate)),
+}
+TOP = {name: 'layers.2' if name.startswith('equinox') else 'top' for name in ADAPTED}
+X = jax.random.normal(jax.random.key(1), (6, toys.DIM)) * 2 + 1
+
+
+@pytest.fixture(params=ADAPTED)
+def name(request):
+    return request.param
+
+
+def body(name, rate=RATE):
+    return ADAPTED[name](rate, classifier=TOP[name])
+
+
+def close(a, b, atol=1e-5):
+    jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, atol=atol), a, b)
+
+
+def test_padded_rows_leave_no_trace(name):
+    """Features and statistics of six rows are those of six rows and two copies that are masked."""
+    model = body(name, rate=0.0)
+    params, stats = model.init(KEY, X[:1])
+    padded, mask = jnp.concatenate([X, X[:1], X[:1]]), jnp.arange(8) < 6
+    features = jax.jit(model.features)
+    z, new = features(params, stats, X, None, KEY)
+    for rows, keep in ((X, jnp.ones(6, bool)), (padded, mask)):
+        other, moved = features(params, stats, rows, keep, KEY)
+        close(z, other[:6])
+        close(new, moved)
+    if name != 'functions':
+        biased = features(params, stats, padded, None, KEY)[1]
+        assert any(jnp.abs(u - v).max() > 1e-3 for u, v in zip(*map(jax.tree.leaves, (new, biased)), strict=True))
+    close(features(params, new, X)[0], features(params, new, padded)[0][:6])
+    gradients = [
+        jax.grad(lambda p, rows, keep: jnp.sum(model.features(p, stats, rows, keep, KEY)[0][:6] ** 2))(params, *given)
+        for given in ((X, None), (padded, mask))
+    ]
+    close(*gradients, atol=1e-3)
+
+
+def test_padded_images_leave_no_trace_in_haiku_and_equinox():
+    """Those two are told by other rows: moments are over pixels, too."""
+
+    class Image(eqx.Module):
+        norm: eqx.nn.BatchNorm
+
+        def __call__(self, x, state):
+            y, state = self.norm(jnp.moveaxis(x, -1, 0), state)
+            return jnp.mean(jax.nn.relu(y), (1, 2)), state
+
+    made = [models.from_equinox(lambda key, mode=mode: Image(eqx.nn.BatchNorm(3, 'batch', mode=mode)))
+            for mode in ('batch', 'ema')]  # fmt: skip
+    made.append(models.from_haiku(lambda x, is_training: jnp.mean(
+        jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training)), (1, 2))))  # fmt: skip
+    x = jax.random.normal(KEY, (5, 4, 6, 3)) + 2
+    padded = jnp.concatenate([x, x[:1], x[:1], x[:1]])
+    for model in made:
+        params, stats = model.init(KEY, x)
+        alone = model.features(params, stats, x, None, KEY)
+        z, new = model.features(params, stats, padded, jnp.arange(8) < 5, KEY)
+        close(alone, (z[:5], new), atol=5e-5)  # haiku takes the difference of two squares
+
+
+def test_evaluation_is_without_noise_and_training_with(name):
+    model = body(name)
+    params, stats = model.init(KEY, X[:1])
+    first, second = (model.features(params, stats, X) for _ in range(2))
+    np.testing.assert_array_equal(first[0], second[0])
+    assert first[1] is stats
+    draws = [model.features(params, stats, X, None, k)[0] for k in (KEY, KEY, jax.random.key(5))]
+    np.testing.assert_array_equal(draws[0], draws[1])
+    assert jnp.abs(draws[0] - draws[2]).max() > 1e-3
+
+
+def test_the_classifier_is_left_out(name):
+    if name == 'functions':
+        pytest.skip('there is nothing to name')
+    whole, part = ADAPTED[name](0.0), body(name)
+    (params, stats), (fewer, _) = whole.init(KEY, X[:1]), part.init(KEY, X[:1])
+    assert whole.features(params, stats, X)[0].shape == (6, 5)
+    assert part.features(fewer, stats, X)[0].shape == (6, 6)
+    assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(fewer)) + 2
+    task = objective(whole, heads.linear(), losses.cross_entropy)
+    with pytest.raises(ValueError, match='ends in a dense layer of 5 outputs') as info:
+        task.init(KEY, toys.ragged((9, 8)))
+    assert '\n' not in str(info.value)
+    with pytest.raises(ValueError, match="no part of the module is called 'fc'"):
+        ADAPTED[name](0.0, classifier='fc').init(KEY, X[:1])
+
+
+@pytest.mark.parametrize('last', [nn.log_softmax, nn.softmax, lambda z: z.astype(jnp.bfloat16)])
+def test_a_classifier_is_known_behind_a_softmax(last):
+    class Classifier(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return last(nn.Dense(toys.CLASSES)(nn.relu(nn.Dense(7)(x))))
+
+    with pytest.raises(ValueError, match='ends in a dense layer'):
+        objective(models.from_flax(Classifier()), heads.etf(), losses.cross_entropy).init(KEY, toys.ragged((9, 8)))
+
+
+@pytest.mark.parametrize(
+    'last', [nn.relu, lambda z: nn.LayerNorm()(z), nn.tanh, lambda z: z / (1e-6 + jnp.linalg.norm(z))]
+)
+def test_as_many_features_as_classes_are_not_yet_a_classifier(last):
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return last(nn.Dense(toys.CLASSES)(x))
+
+    objective(models.from_flax(Body()), heads.etf(), losses.cross_entropy).init(KEY, toys.ragged((9, 8)))
+
+
+def test_it_learns_and_several_lanes_change_nothing(name):
+    data = toys.ragged((40, 25, 33, 17))
+    algorithm = fedetf.algorithm(body(name, rate=0.0), toys.opt, plan=toys.PLAN)
+    state = simulate.init(algorithm, KEY, data)
+    one, two = (jax.jit(simulate.make_round(algorithm, chunk=c)) for c in (1, 2))
+    toys.same(one(KEY, state, data)[0], two(KEY, state, data)[0], atol=2e-5)
+    for t in range(12):
+        state, report = one(jax.random.fold_in(KEY, t), state, data)
+    assert bool(report.finite)
+    tables = evaluate.generic(algorithm, state, data.x, data.y, toys.CLASSES)
+    assert evaluate.accuracy(tables) > 0.6
+
+
+@pytest.mark.parametrize(
+    ('adapt', 'make', 'given'),
+    [
+        (models.from_nnx, lambda key: Nnx(nnx.Rngs(key)), lambda m: m.first.kernel.get_value()),
+        (models.from_equinox, lambda key: eqx.nn.MLP(toys.DIM, 6, 8, 1, key=key), lambda m: m.layers[0].weight),
+    ],
+)
+def test_a_module_that_is_given_keeps_its_numbers(adapt, make, given):
+    module = make(jax.random.key(3))
+    model = adapt(module)
+    before = np.asarray(given(module))
+    for key in (KEY, jax.random.key(9)):
+        params, _ = model.init(key, X[:1])
+        assert any(u.shape == before.shape and (u == before).all() for u in jax.tree.leaves(params))
+    model.features(params, model.init(KEY, X[:1])[1], X, None, KEY)
+    np.testing.assert_array_equal(given(module), before)
+    assert type(getattr(module, 'norm', None)) in (nnx.BatchNorm, type(None))
+
+
+def test_makers_are_called_as_they_ask():
+    class Keyword(nnx.Module):
+        def __init__(self, *, rngs):
+            self.a = nnx.Linear(toys.DIM, 3, rngs=rngs)
+
+        def __call__(self, x, *, rngs=None, deterministic=None):
+            assert (rngs is None) == bool(deterministic)
+            return self.a(x)
+
+    for model in (models.from_nnx(Keyword), models.from_equinox(lambda k: eqx.nn.MLP(toys.DIM, 3, 4, 1, key=k))):
+        first, second = (model.init(jax.random.key(k), X[:1])[0] for k in (0, 1))
+        assert any((u != v).any() for u, v in zip(*map(jax.tree.leaves, (first, second)), strict=True))
+        for key in (None, KEY):
+            assert model.features(first, (), X, None, key)[0].shape == (6, 3)
+
+
+@pytest.mark.parametrize(
+    ('adapt', 'given', 'message'),
+    [
+        (models.from_nnx, 3, 'must be an nnx.Module'),
+        (models.from_nnx, lambda: 3, 'from `rngs`'),
+        (models.from_nnx, lambda rngs: 3, 'it made 3'),
+        (models.from_nnx, nn.Dense(3), 'must be an nnx.Module'),
+        (models.from_equinox, 'MLP', 'must be an eqx.Module'),
+        (models.from_equinox, lambda: 3, 'from `key`'),
+        (models.from_equinox, lambda key: 3, 'it made 3'),
+        (models.from_equinox, lambda key: Equinox(key, axis='rows'), "the axis name 'batch', not 'rows'"),
+        (models.from_equinox, eqx.nn.make_with_state(Equinox)(KEY)[0], 'came from eqx.nn.make_with_state'),
+        (models.from_haiku, hk.transform(lambda x: x), 'what was given to hk.transform'),
+        (models.from_haiku, hk.Linear, 'must build its modules'),
+        (models.from_haiku, 3, 'must build its modules'),
+        (models.from_haiku, lambda x, table: x, 'needs table'),
+        (models.from_flax, Nnx, 'from_nnx'),
+        (models.from_flax, Equinox, 'from_equinox'),
+    ],
+)
+def test_what_is_refused(adapt, given, message):
+    with pytest.raises(ValueError, match=message) as info:
+        adapt(given)
+    assert '\n' not in str(info.value)
+
+
+@pytest.mark.parametrize(('init', 'apply'), [(None, lambda p, x: x), (lambda k, x: x, 3), (dict, lambda p, x: x)])
+def test_pairs_are_functions(init, apply):
+    with pytest.raises(ValueError, match='must be a function'):
+        models.from_functions(init, apply)
+
+
+def test_haiku_batchnorm_has_its_channels_last():
+    model = models.from_haiku(lambda x, is_training: hk.BatchNorm(True, True, 0.9, data_format='NC...')(x, is_training))
+    x = jnp.ones((4, 3, 2))
+    with pytest.raises(ValueError, match='channels last'):
+        model.features(*model.init(KEY, x), x, jnp.ones(4, bool), KEY)
+
+
+def test_linen_variables_of_other_kinds_are_refused():
+    class Counts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.variable('counts', 'n', jnp.zeros, ())
+            return nn.Dense(3)(x)
+
+    with pytest.raises(ValueError, match='keeps counts'):
+        models.from_flax(Counts()).init(KEY, X)
+
+
+@pytest.mark.parametrize('library', ['linen', 'nnx', 'equinox', 'haiku'])
+def test_batchnorm_of_any_library_stays_with_its_client(library):
+    data = toys.ragged((40, 25))
+    task = objective(body(library), heads.linear(), losses.cross_entropy)
+    algorithm = fedbn.algorithm(task, toys.opt, plan=toys.PLAN)
+    state = simulate.init(algorithm, KEY, data)
+    state, _ = jax.jit(simulate.make_round(algorithm))(KEY, state, data)
+    assert len(state.clients.norms.affine) == 2
+    assert all((u[0] != u[1]).any() for u in state.clients.norms.affine.values())
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(__import__('sys').modules, 'haiku', None)
+    monkeypatch.delitem(__import__('sys').modules, 'fedjax_nc.models.adapter_haiku', raising=False)
+    with pytest.raises(ImportError, match=r'pip install "fedjax_nc\[haiku\]"'):
+        _ = models.from_haiku
+    with pytest.raises(AttributeError, match='from_torch'):
+        _ = models.from_torch
+
+
+def test_a_round_of_fedavg_is_that_of_linen():
+    """The same layers and numbers in nnx and linen take the same steps."""
+    linen, other = models.from_flax(Linen(0.0), classifier='top'), body('nnx', rate=0.0)
+    data = toys.ragged((40, 25))
+    states = []
+    for model in (linen, other):
+        algorithm = fedavg.algorithm(objective(model, heads.linear(), losses.cross_entropy), toys.opt, plan=toys.PLAN)
+        states.append((algorithm, simulate.init(algorithm, KEY, data)))
+    (a, first), (b, second) = states
+    p = first.server.variables.params['body']
+    same = {
+        'first.bias': p['Dense_0']['bias'], 'first.kernel': p['Dense_0']['kernel'],
+        'norm.bias': p['BatchNorm_0']['bias'], 'norm.scale': p['BatchNorm_0']['scale'],
+        'blocks.0.bias': p['Dense_1']['bias'], 'blocks.0.kernel': p['Dense_1']['kernel'],
+    }  # fmt: skip
+    v = second.server.variables
+    assert set(same) == set(v.params['body'])
+    second = second._replace(server=second.server._replace(variables=v._replace(params={**v.params, 'body': same})))
+    first, _ = jax.jit(simulate.make_round(a))(KEY, first, data)
+    second, _ = jax.jit(simulate.make_round(b))(KEY, second, data)
+    after = first.server.variables.params['body']
+    close(second.server.variables.params['body']['first.kernel'], after['Dense_0']['kernel'])
+    close(second.server.variables.params['head'], first.server.variables.params['head'])
