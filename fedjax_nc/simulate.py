@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from fedjax_nc import checks, devices, tree
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, State, Tree
-from fedjax_nc.data.host import Part
+from fedjax_nc.data.host import Part, here
 from fedjax_nc.models.convolution import compiler_options
 
 
@@ -121,7 +121,7 @@ def make_round(
             return State(server, clients), report
         checks.kind('data', data, FederatedData)
         ids = choose(cohort_key(key), population, cohort) if ids is None else named(ids, population)
-        server, clients, report = work(key, state.server, state.clients, data, ids, ids)
+        server, clients, report = work(key, state.server, state.clients, here(data), ids, ids)
         return State(server, clients), report
 
     return round

@@ -62,6 +62,18 @@ def test_rounds_are_those_of_data_on_the_device(name, chunk, both):
         toys.same(left, right)
 
 
+def test_what_knows_nothing_of_it_takes_all_of_it(both):
+    """A round that is not given a part, compiled or not."""
+    here, away = both
+    algorithm = ALGORITHMS['fedavg']
+    state, round = simulate.init(algorithm, toys.KEY, away), simulate.make_round(algorithm, cohort=COHORT)
+    want = jax.jit(round)(toys.KEY, state, here)
+    toys.same(jax.jit(round)(toys.KEY, state, away), want)
+    toys.same(round(toys.KEY, state, away)[0], want[0], atol=1e-5)
+    bound = ccvr.oracle(toys.KEY, toys.noisy_task, state.server, away)
+    toys.same(bound, ccvr.oracle(toys.KEY, toys.noisy_task, state.server, here))
+
+
 def test_one_program_serves_all_parts(both):
     _, away = both
     traces = []

@@ -28,6 +28,7 @@ from fedjax_nc import aggregators, checks, classwise, gaussians, losses
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Info, Objective, Shard, Tree, Variables
+from fedjax_nc.data.host import here
 from fedjax_nc.local import Plan, checked, featurize, sgd
 from fedjax_nc.objective import masked_mean, on_features
 
@@ -163,6 +164,7 @@ def oracle(
     checks.kind('objective', objective, Objective)
     checks.number('fraction', fraction, high=1, open_low=True)
     k_pick, k_fit = jax.random.split(key)
+    data = here(data)
     v, psi = server.variables, transform or identity
     rows = data.index[jnp.arange(data.index.shape[1]) < data.size[:, None]]
     rows = rows[jnp.lexsort((jax.random.uniform(k_pick, rows.shape), data.y[rows]))]  # class by class, each shuffled

@@ -37,6 +37,11 @@ class HostData(FederatedData):
     """
 
 
+def here(data: FederatedData) -> FederatedData:
+    """The same on the device, all of it."""
+    return FederatedData(*map(jnp.asarray, data)) if isinstance(data, HostData) else data
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=('ids', 'data'), meta_fields=('num_clients',))
 @dataclasses.dataclass(frozen=True)
 class Part:

@@ -129,6 +129,9 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
         action='store_true',
         help='first measure how rounds are fastest here; kept in tuning.json beside --out',
     )
+    parser.add_argument(
+        '--host', action='store_true', help='examples stay in main memory or on disk: for sets larger than the device'
+    )
     parser.add_argument('--devices', type=count, default=1, help='that share the clients; a CPU is cut up into as many')
     parser.add_argument('--precision', choices=['float32', 'bfloat16'])
     parser.add_argument('--eval-every', type=count)
@@ -177,7 +180,7 @@ def main(argv: list[str] | None = None, *, prog: str = 'cifar.py', description: 
     where = {'data_dir': args.data_dir and str(args.data_dir), 'out': str(args.out)}
     summary = pipeline.run(
         setting, args.out, data_dir=args.data_dir, resume=args.resume, chunk=args.clients_per_chunk,
-        tune=args.tune, mesh=mesh,
+        tune=args.tune, host=args.host, mesh=mesh,
         record={**where, 'clients_per_chunk': args.clients_per_chunk, 'devices': args.devices},
     )  # fmt: skip
     for name in ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy_before', 'personal_accuracy'):

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import data, evaluate, memory, simulate
-from fedjax_nc.base import Algorithm, Array, FederatedData, State
+from fedjax_nc import aggregators, data, evaluate, memory, simulate
+from fedjax_nc.base import Algorithm, Array, FederatedData, Info, State
+from fedjax_nc.data.host import AT_ONCE
 from fedjax_nc.experiments import recipes
 from fedjax_nc.experiments.scene import Scene
 from fedjax_nc.experiments.setting import Setting
@@ -19,6 +20,22 @@ from fedjax_nc.experiments.setting import Setting
 def stage(algorithm: Algorithm, chunk: int | None) -> Callable[..., tuple[State, simulate.Report]]:
     """One round of all clients, compiled once for all runs of the same algorithm."""
     return simulate.compiled(simulate.make_round(algorithm, chunk=chunk))
+
+
+def of_all(algorithm: Algorithm, key: Array, state: State, train: FederatedData, chunk: int | None) -> Any:
+    """The round of a stage, `(state, infos)`: of some clients after the other where the examples stay on the host.
+
+    All of them travel at once for a stage whose clients send something, which is to be added up.
+    """
+    round = stage(algorithm, chunk)
+    if not isinstance(train, data.HostData) or algorithm.aggregate is not aggregators.nothing:
+        state, report = round(key, state, train)
+        return state, [report.info]
+    infos = []
+    for ids in data.cohorts(train):
+        state, report = round(key, state, data.part(train, ids))
+        infos.append(report.info)
+    return state, infos
 
 
 @functools.lru_cache(maxsize=8)
@@ -43,20 +60,23 @@ class Measures:
         self.setting, self.recipe, self.chunk = setting, recipe, chunk
         self.k_init, self.k_train, self.k_tune = jax.random.split(jax.random.key(setting.seed), 3)
         self.dataset, self.train, self.test = scene
-        self.x_test, self.y_test = jnp.asarray(self.dataset.x_test), jnp.asarray(self.dataset.y_test)
+        here: Any = jnp.asarray if self.dataset.x_test.nbytes <= AT_ONCE else np.asarray
+        self.x_test, self.y_test = here(self.dataset.x_test), here(self.dataset.y_test)
         self.groups = evaluate.groups(jnp.sum(self.train.counts, axis=0))
-        self.calibrate = None if recipe.calibrate is None else stage(recipe.calibrate, chunk)
 
     def begun(self) -> State:
         """The state before the first round."""
+        if isinstance(self.train, data.HostData):  # first states depend on their shapes alone, and are not sent them
+            return simulate.init(self.recipe.train, self.k_init, self.train)
         return first(self.recipe.train)(self.k_init, self.train)
 
     def delivered(self, state: State) -> tuple[Algorithm, State]:
         """What has the generic model, if training ended here."""
-        if self.calibrate is None or self.recipe.calibrate is None:
+        calibrate = self.recipe.calibrate
+        if calibrate is None:
             return self.recipe.final, state
-        begun = simulate.join(self.recipe.calibrate, self.k_tune, state.server, self.setting.clients)
-        return self.recipe.calibrate, self.calibrate(self.k_tune, begun, self.train)[0]
+        begun = simulate.join(calibrate, self.k_tune, state.server, self.setting.clients)
+        return calibrate, of_all(calibrate, self.k_tune, begun, self.train, self.chunk)[0]
 
     def kept(self, state: State) -> Array:
         """Counts [K, C, C] of what clients keep, of those that have taken part: the others have what all began with."""
@@ -90,17 +110,17 @@ class Measures:
         """What the summary says of personal models, and whether they are finite; None stands for what is not."""
         recipe, (algorithm, model) = self.recipe, delivered
 
-        def personalized(algorithm: Algorithm) -> tuple[State, simulate.Report]:
-            return stage(algorithm, self.chunk)(
-                self.k_tune, recipe.enter(algorithm, self.k_tune, model, self.train), self.train
-            )
+        def personalized(algorithm: Algorithm) -> tuple[State, list[Info]]:
+            begun = recipe.enter(algorithm, self.k_tune, model, self.train)
+            return of_all(algorithm, self.k_tune, begun, self.train, self.chunk)
 
         tuned = True  # training that makes personal models has not diverged
         if recipe.personalize is None:
             tables = self.kept(state)
         else:
-            own, report = personalized(recipe.personalize)
-            tuned = all(np.isfinite(u).all() for u in jax.tree.leaves(jax.device_get((own.clients, report.info.loss))))
+            own, infos = personalized(recipe.personalize)
+            told_by = own.clients, [info.loss for info in infos]
+            tuned = all(np.isfinite(u).all() for u in jax.tree.leaves(jax.device_get(told_by)))
             tables = evaluate.per_client(recipe.personalize, own, self.test)
         told = self.told('personal_accuracy', tables)
         for name, variant in recipe.variants.items():

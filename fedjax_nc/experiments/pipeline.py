@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import checkpoints, plots, training, tuning
+from fedjax_nc import checkpoints, plots, saving, training, tuning
 from fedjax_nc.base import Array, State, Tree
 from fedjax_nc.experiments import provenance, recipes, traffic
 from fedjax_nc.experiments.measures import Measures
@@ -31,6 +31,7 @@ def run(
     resume: bool = False,
     chunk: int | None = None,
     tune: bool = False,
+    host: bool = False,
     mesh: Mesh | None = None,
     record: dict[str, Any] | None = None,
     on_round: training.OnRound | None = None,
@@ -38,8 +39,8 @@ def run(
 ) -> dict[str, Any]:
     """Carries out a run, and returns its summary.
 
-    Writes `config.json`, `metrics.jsonl`, `metrics.csv`, `summary.json`, `accuracy.png` and `checkpoints/` into `out`,
-    which it holds as long as it lasts.
+    Writes `config.json`, `metrics.jsonl`, `metrics.csv`, `summary.json`, `accuracy.png`, `checkpoints/` and the generic
+    model, `model.safetensors`, into `out`, which it holds as long as it lasts.
 
     Args:
       setting: what to run.
@@ -49,6 +50,8 @@ def run(
       chunk: clients side by side.
       tune: whether to measure first how rounds are fastest on this device, by `tuning.fastest`; what it finds is kept
         in `tuning.json` beside `out`, and used again there.
+      host: whether examples stay on the host, because they are larger than the device, and travel as rounds need them.
+        Results are the same.
       mesh: devices that share the clients, from `devices.mesh`.
       record: what `config.json` says beside the setting.
       on_round: as for `training.run`.
@@ -60,11 +63,13 @@ def run(
       DivergedError: if training or the personal models diverged.
     """
     out, clock = Path(out), Clock()
+    if tune and host:
+        raise ValueError('what is tuned has its examples on the device: tune without host')
     provenance.commit()  # that of the code which runs, whatever is changed meanwhile
     with checkpoints.holding(out):
         settle(setting, out, resume)
         with clock.part('data'):
-            scene = load(setting, data_dir)
+            scene = load(setting, data_dir, host)
         with clock.part('tuning') if tune else contextlib.nullcontext():
             choice = chosen(setting, scene, out, chunk, tune, progress)
         if choice != tuning.Choice(chunk=chunk):
@@ -163,6 +168,11 @@ def conclude(
         'jax': jax.__version__,
         **provenance.about(),
     }
+    if recipe.generic and checkpoints.first_process():
+        saving.save(
+            out / 'model.safetensors', *delivered, measure.train, classes=measure.dataset.classes,
+            about={'setting': setting.plain()},
+        )  # fmt: skip
     write(out / 'config.json', config)  # a resumed run may be longer than it was begun
     write(out / 'summary.json', summary)
     picture(setting, recipe, done, out)
@@ -189,6 +199,8 @@ class Clock:
 
 def parameters(state: State) -> dict[str, int]:
     """Numbers that are trained, by the parts of the model and in all; those of the server's model."""
+    if not hasattr(state.server, 'variables'):  # a method of somebody's own, whose server is of another kind
+        return {'total': sum(u.size for u in jax.tree.leaves(state.server))}
     parts = {name: sum(u.size for u in jax.tree.leaves(part)) for name, part in state.server.variables.params.items()}
     return {**parts, 'total': sum(parts.values())}
 

@@ -24,8 +24,8 @@ Scene = tuple[data.Dataset, FederatedData, FederatedData]
 """The data set, the clients' training data and their local tests."""
 
 
-def load(setting: Setting, data_dir: str | Path | None = None) -> Scene:
-    """The data of a run.
+def load(setting: Setting, data_dir: str | Path | None = None, host: bool = False) -> Scene:
+    """The data of a run, whose examples stay on the host with `host`.
 
     Raises:
       ValueError: for a partition that cannot be, and as `data.load_dataset`.
@@ -41,7 +41,7 @@ def load(setting: Setting, data_dir: str | Path | None = None) -> Scene:
     else:
         parts = PARTITIONS[setting.partition](dataset.y_train, setting)
     pool = FEATURES[setting.features](dataset.x_train, parts, setting)
-    clients = data.federate(pool, dataset.y_train, parts, dataset.num_classes)
+    clients = data.federate(pool, dataset.y_train, parts, dataset.num_classes, host=host)
     x, y = dataset.x_test, dataset.y_test
     if setting.tests == 'matched':
         tests = data.matched_tests(clients.counts, x, y, total=len(y), seed=setting.seed)
