@@ -118,6 +118,7 @@ def export(
     *,
     client: int | None = None,
     platforms: Sequence[str] = PLATFORMS,
+    batch_size: int | None = None,
     classes: Sequence[str] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> None:
@@ -139,11 +140,12 @@ def export(
         data: the clients: their examples have the shape and type that the program takes.
         client: whose personal model; None for the generic one.
         platforms: what it runs on: any of 'cpu', 'cuda', 'rocm' and 'tpu'.
+        batch_size: B, for models that must know it; None for any.
         classes: as for `save`.
         about: as for `save`.
 
     Raises:
-        ValueError: as `save`, or for platforms that there are not.
+        ValueError: as `save`, for platforms that there are not, or a model that must know the size of a batch.
         OSError: if a file cannot be written.
     """
     known = {*PLATFORMS, 'rocm'}
@@ -151,9 +153,20 @@ def export(
         raise ValueError(f'platforms must name some of {", ".join(sorted(known))}, not {checks.shown(platforms)}')
     server, own = _chosen(algorithm, state, data, client)
     said = _description(algorithm, server, own, data, client, classes, about)
-    (batch,) = jax.export.symbolic_shape('batch')
+    if batch_size is not None:
+        checks.whole('batch_size', batch_size)
+    batch: Any = batch_size or jax.export.symbolic_shape('batch')[0]
     x = jax.ShapeDtypeStruct((batch, *data.x.shape[1:]), data.x.dtype)
-    program = jax.export.export(jax.jit(lambda x: algorithm.predict(server, own, x)), platforms=tuple(platforms))(x)
+    predict = jax.jit(lambda x: algorithm.predict(server, own, x))
+    try:
+        program = jax.export.export(predict, platforms=tuple(platforms))(x)
+    except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
+        if batch_size is not None:
+            raise
+        raise ValueError(
+            'the model does not work for a batch of unknown size: write x.shape[0] for len(x), or export it for one '
+            f'`batch_size` ({" ".join(str(error).split())[:200]})'
+        ) from error
     path = Path(path)
     text = json.dumps({**said, 'platforms': list(platforms)}, indent=2) + '\n'
     replace(path, bytes(program.serialize()))
@@ -195,7 +208,9 @@ def _description(
 
     x = jax.ShapeDtypeStruct((1, *data.x.shape[1:]), data.x.dtype)
     logits = jax.eval_shape(lambda x: algorithm.predict(server, own, x), x)
-    if classes is not None and (isinstance(classes, str) or len(classes) != logits.shape[-1]):
+    if about is not None and not isinstance(about, Mapping):
+        raise ValueError(f'about must be what JSON can hold by name, not {checks.shown(about)}')
+    if classes is not None and (isinstance(classes, str) or np.ndim(classes) != 1 or len(classes) != logits.shape[-1]):
         raise ValueError(f'classes must name all {logits.shape[-1]} of them, not {checks.shown(classes)}')
     said = {
         **(about or {}),
@@ -223,7 +238,7 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         with safetensors.safe_open(path, framework='numpy') as file:
             about = json.loads((file.metadata() or {}).get('fedjax_nc', 'null'))
             content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-    except (safetensors.SafetensorError, ValueError) as error:
+    except (safetensors.SafetensorError, ValueError, RecursionError) as error:
         raise ValueError(f'{path} is damaged, or no safetensors file: {" ".join(str(error).split())}') from error
     if not isinstance(about, dict) or about.get('format') != FORMAT:
         raise ValueError(f'{path} was not written by saving.save, or by a later version of it')
@@ -238,13 +253,20 @@ def _shapes(algorithm: Algorithm, about: dict[str, Any], like: State | None) -> 
 
     try:
         example, clients, classes = about['example'], about['num_clients'], about['num_classes']
+        for name, number in {'num_clients': clients, 'num_classes': classes}.items():
+            checks.whole(name, number)
+        for number in example['shape']:
+            checks.whole('the shape of an example', number, 0)
+        if max(clients, classes, *example['shape']) >= 2**31:
+            raise ValueError('its sizes are beyond counting')
         data = FederatedData(
             of((1, *example['shape']), example['dtype']), of((1,)), of((clients, 1)), of((clients,)),
             of((clients, classes)),
         )  # fmt: skip
         personal = about['client'] is not None
-    except (KeyError, TypeError) as error:
-        raise ValueError(f'the description of the file is damaged: {error}') from error
+        jnp.zeros(0, data.x.dtype)  # a type that jax has
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f'the description of the file is damaged: {" ".join(str(error).split())}') from error
     if like is not None:
         checks.kind('like', like, State)
         clients = like.clients.take(np.zeros(1, int)) if isinstance(like.clients, population.Store) else like.clients

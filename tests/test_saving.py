@@ -189,6 +189,23 @@ def test_an_exported_model_predicts_without_this_library(body, tmp_path):
         np.testing.assert_allclose(np.load(out), logits(method, held, client, x), atol=1e-6)
 
 
+def test_a_model_that_must_know_the_size_of_a_batch(clients, tmp_path):
+    """`len(x)` is a number, which a batch of any size does not have."""
+    model = models.from_functions(
+        lambda key, x: jnp.ones((toys.DIM, 6)), lambda w, x: jax.nn.relu(jnp.reshape(x, (len(x), -1)) @ w)
+    )
+    algorithm = fedavg.algorithm(objective(model, heads.linear(), losses.cross_entropy), toys.opt, plan=toys.PLAN)
+    state = trained(algorithm, clients)
+    with pytest.raises(ValueError, match=r'write x.shape\[0\] for len\(x\)') as info:
+        saving.export(tmp_path / 'model.jax', algorithm, state, clients)
+    assert '\n' not in str(info.value)
+    assert not list(tmp_path.iterdir())
+    saving.export(tmp_path / 'model.jax', algorithm, state, clients, batch_size=4)
+    program = jax.export.deserialize(bytearray((tmp_path / 'model.jax').read_bytes()))
+    want = logits(algorithm, state, None, clients.x[:4])
+    np.testing.assert_allclose(program.call(clients.x[:4]), want, atol=1e-6)
+
+
 @pytest.mark.parametrize('library', ['nnx', 'equinox'])
 def test_models_of_other_libraries_are_trained_resumed_saved_and_exported(library, clients, tmp_path):
     class Net(nnx.Module):
