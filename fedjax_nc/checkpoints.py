@@ -87,8 +87,11 @@ def holding(out: Path) -> Iterator[None]:
 def replace(path: Path, content: str | bytes) -> None:
     """Writes a file beside its place and renames it, so that it is there whole or as it was."""
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.{threading.get_ident()}.tmp')  # others may write it, too
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # where there was no room, or a folder is in the way
 
 
 def checksum(content: Any) -> str:

@@ -106,7 +106,7 @@ def per_client(
         if sizes:
             raise ValueError(f'{what} {sizes.pop()} clients, and the data have {data.num_clients}')
 
-    if not isinstance(data, HostData):
+    if not isinstance(data, HostData) or checks.traced(data.size):
         return _per_client(algorithm, state, data, allowed, personal, batch_size)
     tables = []
     for ids in cohorts(data):

@@ -1,5 +1,7 @@
 """Bodies written with other libraries: what they become, that padding leaves no trace, and that they train."""
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -343,3 +345,191 @@ def test_a_round_of_fedavg_is_that_of_linen():
     after = first.server.variables.params['body']
     close(second.server.variables.params['body']['first.kernel'], after['Dense_0']['kernel'])
     close(second.server.variables.params['head'], first.server.variables.params['head'])
+
+
+class Subclass(nn.BatchNorm):
+    """No method of its own."""
+
+
+class Narrow(nn.BatchNorm):
+    """Its method takes no mask."""
+
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize('norm', [Subclass, Narrow])
+@pytest.mark.parametrize('by_name', [False, True])
+def test_batchnorm_of_linen_may_be_derived_from_and_called_by_name(norm, by_name):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            y = norm(use_running_average=not train)
+            return nn.Dense(3, name='top')(inputs=y(x=x) if by_name else y(x))
+
+    leaves_no_trace(models.from_flax(Net(), classifier='top'))
+
+
+class Jitted(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(toys.DIM, rngs=rngs)
+
+    @nnx.jit
+    def __call__(self, x):
+        return self.norm(x)
+
+
+class Remat(Jitted):
+    @nnx.remat
+    def __call__(self, x):
+        return self.norm(x)
+
+
+class FilterJit(eqx.Module):
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.norm = eqx.nn.BatchNorm(toys.DIM, 'batch', mode='batch')
+
+    @eqx.filter_jit
+    def __call__(self, x, state):
+        return self.norm(x, state)
+
+
+def leaves_no_trace(model):
+    params, stats = model.init(KEY, X[:1])
+    padded, features = jnp.concatenate([X, X[:1], X[:1]]), jax.jit(model.features)
+    for keep in (6, 5):
+        z, new = model.features(params, stats, X[:keep], None, KEY)
+        for call in (features, model.features):
+            other, moved = call(params, stats, padded, jnp.arange(8) < keep, KEY)
+            close((z, new), (other[:keep], moved))
+
+
+@pytest.mark.parametrize(
+    'model',
+    [lambda: models.from_nnx(Jitted), lambda: models.from_nnx(Remat), lambda: models.from_equinox(FilterJit)],
+    ids=['nnx.jit', 'nnx.remat', 'eqx.filter_jit'],
+)
+def test_methods_that_are_compiled_see_the_mask_of_each_batch(model):
+    leaves_no_trace(model())
+
+
+def test_batchnorm_of_other_rows_than_the_batch_is_refused():
+    class Flat(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.BatchNorm(use_running_average=not train)(x.reshape(-1, 2)).reshape(len(x), -1)
+
+    model = models.from_flax(Flat())
+    with pytest.raises(ValueError, match='leave the batch as the first axis') as info:
+        model.features(*model.init(KEY, X), X, jnp.ones(6, bool), KEY)
+    assert '\n' not in str(info.value)
+
+
+class AtCall(nnx.Module):
+    """Its random numbers are handed over."""
+
+    def __init__(self, rngs):
+        self.drop = nnx.Dropout(RATE)
+
+    def __call__(self, x, *, rngs):
+        return self.drop(x, rngs=rngs)
+
+
+class Scanned(nnx.Module):
+    """Three layers in one, each with its own stream of random numbers."""
+
+    def __init__(self, rngs):
+        make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: nnx.Dropout(RATE, rngs=rngs)))
+        self.layers = make(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+class OtherName(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dropout(RATE, rng_collection='path', deterministic=not train)(x)
+
+
+@pytest.mark.parametrize(
+    'model',
+    [lambda: models.from_nnx(AtCall), lambda: models.from_nnx(Scanned), lambda: models.from_flax(OtherName())],
+    ids=['at call', 'scanned', 'other name'],
+)
+def test_dropout_finds_its_key(model):
+    model = model()
+    params, stats = model.init(KEY, X)
+    np.testing.assert_array_equal(model.features(params, stats, X)[0], X)
+    assert (np.asarray(model.features(params, stats, X, None, KEY)[0]) == 0).any()
+
+
+def eqx_sequence(key):
+    return eqx.nn.Sequential([eqx.nn.Linear(toys.DIM, 4, key=key), eqx.nn.Dropout(0.0), eqx.nn.Linear(4, 5, key=key)])
+
+
+@pytest.mark.parametrize(
+    'model',
+    [
+        lambda: models.from_flax(nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(5)]), classifier='layers_2'),
+        lambda: models.from_nnx(
+            lambda rngs: nnx.Sequential(nnx.Linear(toys.DIM, 4, rngs=rngs), nnx.relu, nnx.Linear(4, 5, rngs=rngs)),
+            classifier='layers.2',
+        ),
+        lambda: models.from_nnx(
+            lambda rngs: nnx.Sequential(nnx.BatchNorm(toys.DIM, rngs=rngs), nnx.Linear(toys.DIM, 4, rngs=rngs))
+        ),
+        lambda: models.from_equinox(eqx_sequence, classifier='layers.2'),
+        lambda: models.from_equinox(eqx_sequence(KEY), classifier='layers.2'),
+    ],
+    ids=['linen', 'nnx', 'nnx, norm', 'equinox', 'equinox, given'],
+)
+def test_sequences_of_layers_are_models(model):
+    model = model()
+    params, stats = model.init(KEY, X)
+    assert model.features(params, stats, X, jnp.ones(6, bool), KEY)[0].shape == (6, 4)
+
+
+def test_a_class_may_be_given_with_some_of_its_arguments():
+    class Net(nnx.Module):
+        def __init__(self, width, *, rngs):
+            self.layer = nnx.Linear(toys.DIM, width, rngs=rngs)
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    model = models.from_nnx(functools.partial(Net, 3))
+    assert model.features(*model.init(KEY, X), X)[0].shape == (6, 3)
+
+
+def test_arrays_of_numpy_in_equinox_stay_as_they_are():
+    class Net(eqx.Module):
+        layer: eqx.nn.Linear
+        scale: np.ndarray
+        order: np.ndarray
+
+        def __init__(self, key):
+            self.layer = eqx.nn.Linear(toys.DIM, 3, key=key)
+            self.scale, self.order = np.ones(3, np.float32), np.array([2, 0, 1])
+
+        def __call__(self, x):
+            return (self.layer(x) * self.scale)[self.order]
+
+    model = models.from_equinox(Net)
+    params, stats = model.init(KEY, X)
+    assert set(params) == {'layer.weight', 'layer.bias'}
+    z = X @ params['layer.weight'].T + params['layer.bias']
+    close(model.features(params, stats, X)[0], z[:, jnp.array([2, 0, 1])])
+
+
+def test_a_classifier_is_known_where_gradients_compute_it_again():
+    class Classifier(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(toys.CLASSES)(nn.relu(nn.Dense(7)(x)))
+
+    model = models.from_flax(nn.remat(Classifier)())
+    with pytest.raises(ValueError, match='ends in a dense layer'):
+        objective(model, heads.etf(), losses.cross_entropy).init(KEY, toys.ragged((9, 8)))

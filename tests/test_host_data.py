@@ -1,5 +1,8 @@
 """Examples that stay on the host: the same rounds, bit for bit, from a cohort's examples alone."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,3 +235,50 @@ def test_what_else_is_refused(both):
     with pytest.raises(ValueError, match='rounds_per_call at 1'):
         training.run(algorithm, toys.KEY, state, away, rounds=2, rounds_per_call=2)
     assert jnp.isfinite(data.part(away, np.array([8, 8])).data.x).all()  # nobody at all
+
+
+def test_examples_that_clients_share_travel_once():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, toys.DIM)).astype(np.float32), np.arange(30) % toys.CLASSES
+    parts = [rng.permutation(30)[:25] for _ in range(6)]
+    here, away = (data.federate(x, y, parts, toys.CLASSES, host=host) for host in (False, True))
+    part = data.part(away, np.arange(6))
+    assert len(part.data.x) == host.room(away, 6) == 30
+    state = simulate.init(ALGORITHMS['fedavg'], toys.KEY, here)
+    round = jax.jit(simulate.make_round(ALGORITHMS['fedavg']))
+    toys.same(round(toys.KEY, state, here), round(toys.KEY, state, part))
+
+
+def test_half_precision_stays_on_the_host_as_on_the_device():
+    x = np.ones((5, 2), jnp.bfloat16)
+    assert data.federate(x, np.arange(5), [np.arange(5)], host=True).x.dtype == jnp.bfloat16
+    x[3] = np.nan
+    with pytest.raises(ValueError, match='row 3 holds NaN'):
+        data.federate(x, np.arange(5), [np.arange(5)], host=True)
+
+
+def test_more_rows_than_can_be_numbered_are_refused():
+    many = np.broadcast_to(np.int8(0), 2**31)
+    with pytest.raises(ValueError, match='beyond counting'):
+        data.federate(many, many, [np.arange(3)], 2, host=True)
+
+
+def test_evaluation_may_be_compiled_with_them(both):
+    algorithm = ALGORITHMS['fedavg']
+    state = simulate.init(algorithm, toys.KEY, both[0])
+    tables = [jax.jit(lambda d: evaluate.per_client(algorithm, state, d))(d) for d in both]
+    toys.same(*tables)
+
+
+ABANDONED = """
+import jax, numpy as np
+from fedjax_nc import data
+clients = data.federate(np.ones((6, 2), np.float32), np.arange(6) % 2, np.split(np.arange(6), 3), host=True)
+parts = data.feed(clients, [jax.random.key(0)] * 5, cohort=2)
+next(parts)
+"""
+
+
+def test_a_program_ends_quietly_with_parts_that_nobody_took():
+    done = subprocess.run([sys.executable, '-c', ABANDONED], capture_output=True, text=True, timeout=120, check=True)
+    assert 'Exception' not in done.stderr

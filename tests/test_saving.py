@@ -238,3 +238,38 @@ def test_models_of_other_libraries_are_trained_resumed_saved_and_exported(librar
     saving.export(tmp_path / 'model.jax', algorithm, runs[1].state, clients)
     program = jax.export.deserialize(bytearray((tmp_path / 'model.jax').read_bytes()))
     np.testing.assert_allclose(program.call(jnp.asarray(clients.x)), want, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'),
+    [
+        ('num_clients', 'x'),
+        ('num_clients', 0),
+        ('num_classes', None),
+        ('num_classes', 10**12),
+        ('example', {'shape': 'abc', 'dtype': 'float32'}),
+        ('example', {'shape': [-1], 'dtype': 'float32'}),
+        ('example', {'shape': [3], 'dtype': 'object'}),
+        ('', '[' * 100_000),
+    ],
+)
+def test_a_damaged_description_is_said_in_a_line(name, value, clients, tmp_path):
+    algorithm, path = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN), tmp_path / 'model'
+    saving.save(path, algorithm, simulate.init(algorithm, toys.KEY, clients), clients)
+    about = {**saving.load(path, algorithm).about, name: value}
+    save_file(load_file(path), path, metadata={'fedjax_nc': json.dumps(about) if name else value})
+    with pytest.raises(ValueError, match='is damaged') as info:
+        saving.load(path, algorithm)
+    assert '\n' not in str(info.value)
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(clients, tmp_path):
+    algorithm, path = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN), tmp_path / 'model'
+    state = simulate.init(algorithm, toys.KEY, clients)
+    path.mkdir()
+    with pytest.raises(OSError, match='directory'):
+        saving.save(path, algorithm, state, clients)
+    assert [p.name for p in tmp_path.iterdir()] == ['model']
+    for wrong in ({'about': [1]}, {'classes': 5}):
+        with pytest.raises(ValueError, match='must'):
+            saving.save(tmp_path / 'other', algorithm, state, clients, **wrong)

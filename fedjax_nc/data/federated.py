@@ -49,6 +49,8 @@ def federate(
     """
     if num_classes is not None:
         _count_classes('`num_classes`', num_classes)
+    if np.size(y) >= 2**31:  # row numbers are int32
+        raise ValueError(f'a pool of {np.size(y)} examples is beyond counting: it holds at most {2**31 - 1}.')
     labels = arguments.labels('`y`', y, classes=num_classes)
     x = _host_pool(x, len(labels)) if host else _pool(x, len(labels))
     num_classes = int(labels.max()) + 1 if num_classes is None else num_classes
@@ -208,9 +210,11 @@ def _host_pool(x: Any, length: int) -> NDArray[Any]:
     given = arguments.array('`x`', x)
     if given.ndim == 0 or len(given) != length:
         raise ValueError(f'`x` and `y` must hold one entry per example; got shapes {given.shape} and {(length,)}.')
-    if given.dtype != (fits := jax.dtypes.canonicalize_dtype(given.dtype)) or given.dtype.kind not in 'biuf':
+    if given.dtype != (fits := jax.dtypes.canonicalize_dtype(given.dtype)) or not any(
+        jnp.issubdtype(given.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)
+    ):
         raise ValueError(f'`x` on the host must be of a type that jax has: {fits}, not {given.dtype}.')
-    if np.issubdtype(given.dtype, np.inexact):
+    if jnp.issubdtype(given.dtype, jnp.inexact):
         piece = max(1, 2**26 // max(1, given[:1].nbytes))
         for start in range(0, length, piece):
             with np.errstate(invalid='ignore'):

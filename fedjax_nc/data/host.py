@@ -7,9 +7,9 @@
 
     round = simulate.compiled(simulate.make_round(algorithm))
     for key, part in zip(keys, data.feed(train, keys, cohort=10)):
-        state, report = round(key, state, part)
+        state, report = jax.block_until_ready(round(key, state, part))
 
-Results are those of the same rounds with all data on the device.
+Results are those of the same rounds with all data on the device, up to the order of sums.
 """
 
 import dataclasses
@@ -53,8 +53,12 @@ class Part:
 
 
 def room(data: HostData, clients: int) -> int:
-    """The most examples that so many clients can hold together, and the rows that the pool of a part has."""
-    return max(1, int(np.sort(np.asarray(data.size, np.int64))[::-1][:clients].sum()))
+    """The most examples that so many clients can hold together, and the rows that the pool of a part has.
+
+    What clients share is there once, so that a part is never larger than the pool.
+    """
+    held = int(np.sort(np.asarray(data.size, np.int64))[::-1][:clients].sum())
+    return max(1, min(held, len(data.x)))
 
 
 def part(data: HostData, ids: NDArray[np.integer], mesh: Mesh | None = None) -> Part:
@@ -73,27 +77,22 @@ def part(data: HostData, ids: NDArray[np.integer], mesh: Mesh | None = None) -> 
     known = np.where(real, ids, 0)
     size = np.where(real, np.asarray(data.size)[known], 0).astype(np.int32)
     counts = np.where(real[:, None], np.asarray(data.counts)[known], 0).astype(np.int32)
-    ends = size.cumsum()
     index = np.zeros((len(ids), data.index.shape[1]), np.int32)
-    rows = np.zeros(room(data, len(ids)), np.int64)
-    for row, client, n, end in zip(index, known, size, ends, strict=True):
-        row[:n] = np.arange(end - n, end)
-        rows[end - n : end] = data.index[client, :n]
-    total = int(ends[-1]) if len(ends) else 0
-    pool, labels = (_taken(np.asarray(u), rows[:total], len(rows)) for u in (data.x, data.y))
+    # Ascending, as they lie there, which is cheaper to read from a disk.
+    held = [data.index[client, :n] for client, n in zip(known, size, strict=True)]
+    rows, at = np.unique(np.concatenate([np.zeros(0, np.int32), *held]), return_inverse=True)
+    for row, n, end in zip(index, size, size.cumsum(), strict=True):
+        row[:n] = at[end - n : end]
+    pool, labels = (_taken(np.asarray(u), rows, room(data, len(ids))) for u in (data.x, data.y))
     found = Part(ids.astype(np.int32), FederatedData(pool, labels, index, size, counts), data.num_clients)  # type: ignore[arg-type]
     where = None if mesh is None else devices.shardings(mesh, ())[0]
     return jax.device_put(found, where)
 
 
-def _taken(pool: NDArray, rows: NDArray[np.int64], length: int) -> NDArray:
-    """`pool[rows]` and zeros after it, read in the order in which they lie there, which is cheaper on a disk."""
+def _taken(pool: NDArray, rows: NDArray[np.int32], length: int) -> NDArray:
+    """`pool[rows]` and zeros after it."""
     out = np.zeros((length, *pool.shape[1:]), pool.dtype)
-    order = np.argsort(rows, kind='stable')
-    if (order[1:] > order[:-1]).all():
-        np.take(pool, rows, axis=0, out=out[: len(rows)])
-    else:
-        out[order] = np.take(pool, rows[order], axis=0)
+    np.take(pool, rows, axis=0, out=out[: len(rows)], mode='clip')  # else NumPy makes a copy of `out`, too
     return out
 
 
@@ -102,7 +101,9 @@ def feed(
 ) -> Iterator[Part]:
     """The parts of rounds with those keys, each brought to the device while the one before is used.
 
-    Two parts are on the device at a time. The cohorts are those that `simulate.make_round(cohort=)` draws itself.
+    Two parts are on the device at a time if each round is waited for, as above and in `training.run`: jax returns from
+    a round before it is done, and the parts of rounds that wait for it would pile up. The cohorts are those that
+    `simulate.make_round(cohort=)` draws itself.
 
     Args:
         data: all clients.
@@ -122,8 +123,8 @@ def feed(
     def made(key: Array) -> Part:
         return part(data, np.asarray(draw(jax.device_put(key, host))), mesh)
 
-    with ThreadPoolExecutor(1, 'feed') as worker:
-        coming = None
+    worker, coming = ThreadPoolExecutor(1, 'feed'), None
+    try:
         for key in keys:
             following = worker.submit(made, key)
             if coming is not None:
@@ -131,6 +132,8 @@ def feed(
             coming = following
         if coming is not None:
             yield coming.result()
+    finally:
+        worker.shutdown(wait=False)  # nobody waits for a part that is not used, nor can at the end of a program
 
 
 def cohorts(data: HostData, most: int = AT_ONCE) -> Iterator[NDArray[np.int32]]:

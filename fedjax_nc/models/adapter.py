@@ -3,6 +3,7 @@
 Others are in `adapter_nnx`, `adapter_equinox` and `adapter_haiku`, which need those libraries.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,8 +34,9 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
     """Makes a `Model` of a flax linen module, `x [B, ...] -> features [B, D]`.
 
     Its `__call__` is told what it asks for by name: `train`, `training` or `is_training`, or else `deterministic`; and
-    `mask [B]`, which is False for rows that are padding. The collection 'batch_stats', if any, becomes the `stats`,
-    otherwise they are (). `nn.BatchNorm` is given the mask in any case. Dropout draws from the key 'dropout'.
+    `mask [B]`, which is False for rows that are padding. Of an `nn.Sequential` the first layer is. The collection
+    'batch_stats', if any, becomes the `stats`, otherwise they are (). `nn.BatchNorm` is given the mask in any case.
+    Dropout draws from the key 'dropout', and what asks for a key by another name from 'params'.
 
     Args:
         module: the body: an instance of a `flax.linen.Module`.
@@ -50,18 +52,20 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
             `classifier`, or the module has variables other than 'params' and 'batch_stats'.
     """
     _check_module(module)
-    named = asked(module.__call__)
+    named = asked(entry(module, nn.Sequential))
 
     def call(variables: Tree, x: Array, mask: Array | None, train: bool, met: list[str] | None, **kwargs: Any) -> Any:
         def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-            inner = context.module
-            if context.method_name == '__call__' and len(inner.path) == 1:
+            inner, called = context.module, context.method_name == '__call__'
+            if called and len(inner.path) == 1:
                 if met is not None:
                     met.append(inner.name)
                 if inner.name == classifier:
-                    return args[0]
-            if type(inner) is nn.BatchNorm and mask is not None and context.method_name == '__call__':
-                kwargs = {'mask': rows_of(mask, args[0]), **kwargs}
+                    return first(args, kwargs)
+            # A subclass that takes no mask calls the layer's own method, which comes by here, too.
+            normalises = called and isinstance(inner, nn.BatchNorm)
+            if normalises and 'mask' in inspect.signature(context.orig_method).parameters:
+                kwargs = masked(kwargs, mask, first(args, kwargs))
             return call(*args, **kwargs)
 
         with nn.intercept_methods(intercept):
@@ -82,7 +86,8 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
         variables = {'params': params, 'batch_stats': stats} if stats else {'params': params}
         if key is None:
             return call(variables, x, mask, False, None), stats
-        z, updated = call(variables, x, mask, True, None, mutable=['batch_stats'], rngs={'dropout': key})
+        rngs = {'dropout': key, 'params': jax.random.fold_in(key, 1)}  # flax looks there for names that it has not got
+        z, updated = call(variables, x, mask, True, None, mutable=['batch_stats'], rngs=rngs)
         return z, updated['batch_stats'] if stats else stats
 
     return modelled(init, apply, preprocess)
@@ -177,8 +182,36 @@ def _called(function: Callable[..., Any]) -> str:
     return getattr(function, '__qualname__', type(function).__name__)
 
 
+def entry(module: Any, sequential: type) -> Callable[..., Any]:
+    """What a module's arguments go to: its `__call__`, or that of the first layer of one that hands all of them on."""
+    while isinstance(module, sequential) and len(module.layers):  # type: ignore[attr-defined]
+        module = module.layers[0]  # type: ignore[attr-defined]
+    return module if inspect.isroutine(module) or hasattr(module, '__wrapped__') else module.__call__
+
+
+def first(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a layer is given, by name or without."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def masked(kwargs: dict[str, Any], mask: Array | None, x: Array) -> dict[str, Any]:
+    """Arguments of batch normalisation, the mask of rows among them, unless it is given one of its own."""
+    if mask is None or not (kwargs.get('mask') is None or kwargs['mask'] is mask):
+        return kwargs
+    return {**kwargs, 'mask': rows_of(mask, x)}
+
+
 def rows_of(mask: Array, x: Array) -> Array:
-    """A mask of rows [B] in the shape that broadcasts to `x [B, ...]`."""
+    """A mask of rows [B] in the shape that broadcasts to `x [B, ...]`.
+
+    Raises:
+        ValueError: for other rows than those of the batch, such as tokens in a row.
+    """
+    if len(x) != len(mask):
+        raise ValueError(
+            f'batch normalisation of {x.shape} cannot tell which of a batch of {len(mask)} are padding: leave the '
+            'batch as the first axis'
+        )
     return mask.reshape(-1, *[1] * (x.ndim - 1))
 
 
@@ -195,10 +228,11 @@ def maker(module: Any, argument: str, wanted: str) -> Callable[[Any], Any]:
     """
     if not callable(module) or isinstance(module, nn.Module):
         raise ValueError(f'`module` must be {wanted}, or make one from `{argument}`; got {checks.shown(module)}.')
-    parameters = list(inspect.signature(getattr(module, '__init__') if isinstance(module, type) else module).parameters)  # noqa: B009
+    made = module.func if isinstance(module, functools.partial) else module  # nnx hides what a class takes from others
+    parameters = list(inspect.signature(getattr(made, '__init__') if isinstance(made, type) else made).parameters)  # noqa: B009
     if argument in parameters:
         return lambda given: module(**{argument: given})
-    if not parameters[isinstance(module, type) :]:
+    if not parameters[isinstance(made, type) :]:
         raise ValueError(f'`module` must make {wanted} from `{argument}`: lambda {argument}: Net(..., {argument}=...).')
     return lambda given: module(given)
 

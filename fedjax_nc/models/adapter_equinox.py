@@ -1,6 +1,5 @@
 """From an equinox module to the library's `Model`. It needs equinox."""
 
-import contextvars
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from fedjax_nc.models.adapter import Preprocess, as_state, as_values, asked, fou
 
 Make = Callable[..., eqx.Module]
 AXIS = 'batch'
-_REAL: contextvars.ContextVar[Array | None] = contextvars.ContextVar('real', default=None)
 
 
 def from_equinox(
@@ -55,7 +53,7 @@ def from_equinox(
             body = eqx.tree_at(lambda part: found(part, classifier), body, _Identity())
         return body, state
 
-    shapes, weak = eqx.filter_eval_shape(made, jax.random.key(0))
+    shapes, weak = _shapes(made)
     state_like = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape, u.dtype), weak)  # as `stats` come back
     norms = [part for part in jax.tree.leaves(shapes, is_leaf=_is_norm) if _is_norm(part)]
     for norm in norms:
@@ -66,9 +64,11 @@ def from_equinox(
         raise ValueError(
             f'the module holds {len(others)} arrays that are no floats: make them NumPy arrays or static fields'
         )
-    named = asked(shapes.__call__, known=('key', 'state'))
-    stateful = 'state' in inspect.signature(shapes.__call__).parameters
-    if stateful != bool(jax.tree.leaves(state_like)):
+    # Of the class: what `eqx.filter_jit` makes of a method of an instance does not tell what it takes.
+    named = asked(type(shapes).__call__, 2, known=('key', 'state'))
+    takes = inspect.signature(type(shapes).__call__).parameters.get('state')
+    stateful = bool(jax.tree.leaves(state_like))
+    if takes is None if stateful else takes is not None and takes.default is takes.empty:
         raise ValueError(
             'a module with state takes and returns it: `__call__(self, x, state)`; and is made anew, '
             'from_equinox(lambda key: Net(key=key)), not given'
@@ -89,25 +89,33 @@ def from_equinox(
     def apply(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
         body = eqx.combine(_filled(trained, params), static)
         body = eqx.nn.inference_mode(body, value=key is None)
-        body = jax.tree.map(lambda part: _Masked(part) if _is_norm(part) else part, body, is_leaf=_is_norm)
         state = state_of(stats) if stateful else ()
         rows = jnp.arange(x.shape[0])
         real = jnp.ones(x.shape[0], bool) if mask is None else mask
 
         def one(x: Array, row: Array, real: Array) -> tuple[Array, Any]:
             noise = None if key is None else jax.random.fold_in(key, row)
-            token = _REAL.set(real)
-            try:
-                told = named(None, key is not None, key=noise, **({'state': state} if stateful else {}))
-                out = body(x, **told)
-            finally:
-                _REAL.reset(token)
+            # A part of the module, so that what `eqx.filter_jit` keeps of a call holds nothing of this one.
+            known = jax.tree.map(lambda part: _Masked(part, real) if _is_norm(part) else part, body, is_leaf=_is_norm)
+            out = known(x, **named(None, key is not None, key=noise, **({'state': state} if stateful else {})))
             return out if stateful else (out, ())
 
         z, new = jax.vmap(one, out_axes=(0, None), axis_name=AXIS)(x, rows, real)
         return z, as_values(_flat(_held(shapes, new))) if stateful else stats
 
     return modelled(init, apply, preprocess)
+
+
+def _shapes(made: Callable[[Array], Any]) -> Any:
+    """What is made, with shapes for its arrays; those of NumPy stay as they are."""
+    rest: list[Any] = []
+
+    def arrays(key: Array) -> Any:
+        known, static = eqx.partition(made(key), lambda u: isinstance(u, jax.Array))  # equinox takes NumPy's, too
+        rest.append(static)
+        return known
+
+    return eqx.combine(jax.eval_shape(arrays, jax.random.key(0)), rest[-1])
 
 
 def _is_norm(part: Any) -> bool:
@@ -157,12 +165,13 @@ class _Masked(eqx.nn.StatefulLayer):
     """
 
     inner: eqx.nn.BatchNorm
+    real: Array  # [] bool
 
     def __call__(
         self, x: Array, state: eqx.nn.State, *, key: Array | None = None, inference: bool | None = None
     ) -> tuple[Array, eqx.nn.State]:
-        inner, real = self.inner, _REAL.get()
-        if (inner.inference if inference is None else inference) or real is None:
+        inner, real = self.inner, self.real
+        if inner.inference if inference is None else inference:
             return inner(x, state, inference=inference)
         space = tuple(range(1, x.ndim))
         n = jnp.maximum(jax.lax.psum(real.astype(x.dtype), AXIS), 1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fedjax_nc import checks
 from fedjax_nc.base import Array, Model, Tree
-from fedjax_nc.models.adapter import Preprocess, as_state, as_values, asked, modelled, no_part, rows_of
+from fedjax_nc.models.adapter import Preprocess, as_state, as_values, asked, first, modelled, no_part, rows_of
 
 
 def from_haiku(
@@ -45,9 +45,9 @@ def from_haiku(
             if context.method_name == '__call__':
                 met.append(inner.module_name)
                 if inner.module_name == classifier:
-                    return args[0]
+                    return first(args, kwargs)
                 if isinstance(inner, hk.BatchNorm) and mask is not None:
-                    if inner.axis is not None or inner.channel_index not in (-1, args[0].ndim - 1):
+                    if inner.axis is not None or inner.channel_index not in (-1, first(args, kwargs).ndim - 1):
                         raise ValueError(f'{inner.module_name} must have its channels last, and no axes of its own.')
                     return _masked(call, mask, *args, **kwargs)
             return call(*args, **kwargs)
@@ -76,12 +76,15 @@ def from_haiku(
     return modelled(init, apply, preprocess)
 
 
-def _masked(call: Callable[..., Array], mask: Array, x: Array, is_training: bool, *args: Any, **kwargs: Any) -> Array:
+def _masked(
+    call: Callable[..., Array], mask: Array, inputs: Array, is_training: bool, *args: Any, **kwargs: Any
+) -> Array:
     """Batch normalisation of the rows of `x` that `mask` marks.
 
     haiku's layer takes no mask. It sees rows that have, padding included, the moments of the real ones: those scaled
     away from their mean, the mean in the place of the others, and one more mean, which tells what it adds to all.
     """
+    x = inputs
     if not is_training:
         return call(x, is_training, *args, **kwargs)
     keep, axes = rows_of(mask, x), tuple(range(x.ndim - 1))

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,17 @@ from flax import nnx
 
 from fedjax_nc import checks
 from fedjax_nc.base import Array, Model, Tree
-from fedjax_nc.models.adapter import Preprocess, as_state, as_values, asked, found, maker, modelled, rows_of
+from fedjax_nc.models.adapter import (
+    Preprocess,
+    as_state,
+    as_values,
+    asked,
+    entry,
+    found,
+    maker,
+    masked,
+    modelled,
+)  # fmt: skip
 
 Make = Callable[..., nnx.Module]
 _MASK: contextvars.ContextVar[Array | None] = contextvars.ContextVar('mask', default=None)
@@ -56,7 +67,7 @@ def from_nnx(
     shapes = nnx.eval_shape(lambda: made(nnx.Rngs(0)))
     parts: Any = nnx.split(shapes, nnx.Param, nnx.RngState, ...)
     graph, params_like, noise_like, stats_like = parts
-    named = asked(shapes.__call__, known=('rngs',))
+    named = asked(entry(shapes, nnx.Sequential), known=('rngs',))
 
     def init(key: Array, x: Array) -> tuple[Tree, Tree]:
         parts: Any = nnx.split(made(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
@@ -68,9 +79,12 @@ def from_nnx(
         streams = _streams(noise_like, jax.random.key(0) if key is None else key)
         body = nnx.merge(graph, _filled(params_like, params), _filled(noise_like, streams), _filled(stats_like, state))
         (body.eval if key is None else body.train)()
-        rngs = {} if key is None else {'rngs': nnx.Rngs(key)}
+        if mask is not None:
+            for _, part in [*nnx.iter_graph(body)]:
+                if isinstance(part, nnx.BatchNorm) and part.mean.ndim == 1:
+                    part.rows = _Rows(mask)  # type: ignore[attr-defined]
         with _showing(mask):
-            z = body(x, **named(mask, key is not None, **rngs))
+            z = body(x, **named(mask, key is not None, rngs=None if key is None else nnx.Rngs(key)))
         new = _flat(nnx.state(body))
         return z, as_values({name: new[name] for name in stats}) if stats else stats
 
@@ -93,7 +107,9 @@ def _streams(like: Any, key: Array) -> dict[str, Array]:
     """Streams of random numbers that begin with a key, each with its own."""
     flat = sorted(_flat(like).items())
     return {
-        name: jax.random.fold_in(key, i)
+        name: jax.random.split(jax.random.fold_in(key, i), value.shape)
+        if value.shape and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)  # layers that are scanned
+        else jax.random.fold_in(key, i)
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         else jax.numpy.zeros(value.shape, value.dtype)
         for i, (name, value) in enumerate(flat)
@@ -109,6 +125,10 @@ def _replace(body: Any, path: list[str]) -> None:
         setattr(holder, path[-1], _Identity())
 
 
+class _Rows(nnx.Variable):
+    """The mask of a batch, held by a layer: what `nnx.jit` and `nnx.remat` keep of a call must not hold another's."""
+
+
 class _Identity(nnx.Module):
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
         return x
@@ -118,11 +138,10 @@ def _masked(norm: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
     """The same layer, which leaves out rows that are padding: users' modules do not hand masks on."""
 
     class BatchNorm(norm):  # type: ignore[misc, valid-type]
+        @functools.wraps(norm.__call__)  # what it takes by name is asked for
         def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
-            mask = _MASK.get()
-            if mask is not None:
-                kwargs = {'mask': rows_of(mask, x), **kwargs}
-            return super().__call__(x, *args, **kwargs)
+            mask = self.rows.get_value() if hasattr(self, 'rows') else _MASK.get()  # of scanned layers, one for all
+            return super().__call__(x, *args, **masked(kwargs, mask, x))
 
     return norm if getattr(norm, 'masked', False) else type('BatchNorm', (BatchNorm,), {'masked': True})
 

@@ -43,8 +43,9 @@ def _sources(jaxpr: Any, var: Any) -> set[Any]:
         alone = name == 'max' and any(isinstance(u, Literal) and u.val == -np.inf for u in equation.invars)
         if name in SMOOTH or alone:
             ahead += equation.invars
-        elif name in ('jit', 'pjit'):
-            inner = equation.params['jaxpr'].jaxpr
+        elif name in ('jit', 'pjit', 'checkpoint', 'remat2'):
+            inner = equation.params['jaxpr']
+            inner = getattr(inner, 'jaxpr', inner)  # closed or not
             for source in _sources(inner, inner.outvars[equation.outvars.index(var)]):
                 if source in inner.invars:
                     ahead.append(equation.invars[inner.invars.index(source)])
