@@ -49,8 +49,8 @@ def federate(
     """
     if num_classes is not None:
         _count_classes('`num_classes`', num_classes)
-    if np.size(y) >= 2**31:  # row numbers are int32
-        raise ValueError(f'a pool of {np.size(y)} examples is beyond counting: it holds at most {2**31 - 1}.')
+    if (length := getattr(y, 'size', 0)) >= 2**31:  # row numbers are int32
+        raise ValueError(f'a pool of {length} examples is beyond counting: it holds at most {2**31 - 1}.')
     labels = arguments.labels('`y`', y, classes=num_classes)
     x = _host_pool(x, len(labels)) if host else _pool(x, len(labels))
     num_classes = int(labels.max()) + 1 if num_classes is None else num_classes
