@@ -58,6 +58,10 @@ def main() -> None:
     parser.add_argument('--rounds', type=positive, default=30)
     parser.add_argument('--out', type=Path, default=Path('runs/quickstart'))
     args = parser.parse_args()
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f'--out {args.out} cannot be made a directory: {error.strerror}')
 
     digits = data.load_dataset('digits')
     results: dict[str, list[dict]] = {'fedavg': [], 'fedetf': []}
@@ -75,7 +79,6 @@ def main() -> None:
         cells = [100 * np.array([run[row] for run in runs]) for runs in results.values()]
         print(f'{row:30}' + ''.join(f'{c.mean():9.1f} ± {c.std():4.1f}' for c in cells))
 
-    args.out.mkdir(parents=True, exist_ok=True)
     curves = {
         label: (np.arange(1, args.rounds + 1), np.array([run['curve'] for run in results[name]]))
         for name, label in (('fedetf', 'FedETF'), ('fedavg', 'FedAvg'))

@@ -37,6 +37,13 @@ def test_quickstart_prints_a_table_and_writes_its_pictures(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b'\x89PNG')
 
 
+def test_quickstart_says_early_where_it_cannot_write(tmp_path):
+    (tmp_path / 'file').touch()
+    done = script('examples/quickstart.py', '--out', tmp_path / 'file')
+    assert done.returncode == 2
+    assert 'cannot be made a directory' in done.stderr.splitlines()[-1]
+
+
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp('run') / 'deep' / 'run'
