@@ -8,7 +8,8 @@
     saving.export('model.jax', algorithm, state, data)                             # needs jax alone to predict:
     predict = jax.export.deserialize(bytearray(open('model.jax', 'rb').read())).call
 
-Nothing is pickled, and no file can make a program import or run anything but arithmetic.
+Nothing is pickled, and what `load` reads is arrays and JSON. What `export` writes is a program: run those of people
+whom you trust.
 """
 
 import json

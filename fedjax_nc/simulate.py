@@ -117,11 +117,12 @@ def make_round(
             held = jax.tree.leaves(state.clients)[0].shape[0]
             raise ValueError(f'the state has {held} clients and the data {population}: make it with init or join')
         if isinstance(data, Part):
-            server, clients, report = work(key, state.server, state.clients, data, data.ids, data.ids)
-            return State(server, clients), report
-        checks.kind('data', data, FederatedData)
-        ids = choose(cohort_key(key), population, cohort) if ids is None else named(ids, population)
-        server, clients, report = work(key, state.server, state.clients, here(data), ids, ids)
+            ids = data.ids
+        else:
+            checks.kind('data', data, FederatedData)
+            ids = choose(cohort_key(key), population, cohort) if ids is None else named(ids, population)
+            data = here(data)
+        server, clients, report = work(key, state.server, state.clients, data, ids, ids)
         return State(server, clients), report
 
     return round

@@ -1,7 +1,9 @@
 """Examples that stay on the host: the same rounds, bit for bit, from a cohort's examples alone."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -196,18 +198,33 @@ def test_a_pool_larger_than_the_device_is_refused_there_and_taken_here():
     assert need.data < limit
 
 
-def test_several_devices_share_it(both):
-    from fedjax_nc import devices
+SHARED = """
+import jax, numpy as np, toys
+from fedjax_nc import data, devices, population, simulate, training
+from fedjax_nc.algorithms import scaffold
 
-    here, away = both
-    mesh = devices.mesh()
-    algorithm = ALGORITHMS['fedavg']
-    runs = []
-    for clients in (here, away):
-        state = simulate.init(algorithm, toys.KEY, clients)
-        runs.append(training.run(algorithm, toys.KEY, state, clients, rounds=2, cohort=COHORT, mesh=mesh,
-                                 progress=False).state)  # fmt: skip
-    toys.same(*runs)
+assert len(jax.devices()) == 4
+sizes = (30, 7, 25, 9, 14, 3, 22, 11)
+here = toys.ragged(sizes)
+parts = [np.asarray(here.index[k, :n]) for k, n in enumerate(sizes)]
+away = data.federate(np.asarray(here.x), here.y, parts, toys.CLASSES, host=True)
+algorithm = scaffold.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+for begin in (simulate.init, population.init):
+    states = []
+    for clients, mesh in ((here, None), (away, devices.mesh())):
+        state = begin(algorithm, toys.KEY, clients)
+        states.append(training.run(algorithm, toys.KEY, state, clients, rounds=2, cohort=5, mesh=mesh,
+                                   progress=False).state.server)
+    toys.same(*states, atol=1e-5)
+"""
+
+
+def test_four_devices_share_it():
+    flags = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=4'
+    folder = Path(__file__).parent
+    env = {**os.environ, 'XLA_FLAGS': flags, 'PYTHONPATH': os.pathsep.join([str(folder.parent), str(folder)])}
+    done = subprocess.run([sys.executable, '-c', SHARED], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
