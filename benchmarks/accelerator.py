@@ -27,7 +27,7 @@ import accelerator_table
 import children
 import rounds_per_second
 
-from fedjax_nc import checkpoints
+from fedjax_nc import _checkpoints
 from fedjax_nc.experiments import runner, study
 
 HERE = Path(__file__).parent
@@ -120,7 +120,7 @@ def read(out: Path, tiny: bool) -> dict[str, dict[str, Any]]:
 def write(out: Path, known: dict[str, dict[str, Any]]) -> None:
     """In the order of `ROWS`; the file is there whole or as it was."""
     ordered = [known[row.name] for row in ROWS if row.name in known]
-    checkpoints.replace(out / 'rows.jsonl', ''.join(json.dumps(record) + '\n' for record in ordered))
+    _checkpoints.replace(out / 'rows.jsonl', ''.join(json.dumps(record) + '\n' for record in ordered))
 
 
 def best(what: str, known: dict[str, dict[str, Any]]) -> tuple[str, str] | None:
@@ -207,7 +207,7 @@ def carry_on(args: argparse.Namespace, known: dict[str, dict[str, Any]]) -> None
     """Measures what is missing, in order, until the time is over."""
     end, chosen = time.monotonic() + 60 * args.minutes - 5, wanted(args)
     if args.tiny:
-        checkpoints.replace(args.out / 'tiny.toml', TINY_STUDY)
+        _checkpoints.replace(args.out / 'tiny.toml', TINY_STUDY)
     with tempfile.TemporaryDirectory() as folder:
         first = True
         for row in chosen:
@@ -240,7 +240,7 @@ def wanted(args: argparse.Namespace) -> list[Row]:
 def main(argv: list[str] | None = None) -> str:
     args = arguments(argv)
     args.out, args.data_dir = args.out.resolve(), args.data_dir and args.data_dir.resolve()
-    with contextlib.nullcontext() if args.table else checkpoints.holding(args.out):
+    with contextlib.nullcontext() if args.table else _checkpoints.holding(args.out):
         known = read(args.out, args.tiny)
         if not args.table:
             carry_on(args, known)
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> str:
         given = shlex.join(sys.argv[1:] if argv is None else argv)
         table = accelerator_table.markdown(list(known.values()), left, f'python benchmarks/accelerator.py {given}')
         if not args.table:
-            checkpoints.replace(args.out / 'table.md', table + '\n')
+            _checkpoints.replace(args.out / 'table.md', table + '\n')
     print(table)
     return table
 

@@ -7,14 +7,12 @@ happens, training or personalisation, is a round.
 from fedjax_nc import aggregators as aggregators
 from fedjax_nc import algorithms as algorithms
 from fedjax_nc import base as base
-from fedjax_nc import checkpoints as checkpoints
 from fedjax_nc import checks as checks
 from fedjax_nc import classwise as classwise
 from fedjax_nc import data as data
 from fedjax_nc import devices as devices
 from fedjax_nc import evaluate as evaluate
 from fedjax_nc import experiments as experiments
-from fedjax_nc import fingerprint as fingerprint
 from fedjax_nc import footprint as footprint
 from fedjax_nc import frames as frames
 from fedjax_nc import gaussians as gaussians

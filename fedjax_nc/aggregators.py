@@ -52,8 +52,8 @@ nothing = Aggregator(partial=lambda messages, weights, slots, cohort: (), finish
 class ClassRows(NamedTuple):
     """What one client, or all together, say about each class."""
 
-    rows: Array  # [C, D]
-    weight: Array  # [C], 0 for a class of which nothing is known; its row does not count
+    rows: Array  #: [C, D]
+    weight: Array  #: [C], 0 for a class of which nothing is known; its row does not count
 
 
 def _class_mean() -> Aggregator:
@@ -119,7 +119,7 @@ def stacked(reduce: Callable[[Tree, Array], Tree]) -> Aggregator:
     return Aggregator(partial, lambda total: reduce(*total))
 
 
-def ascending(u: Array, weights: Array) -> Array:
+def _ascending(u: Array, weights: Array) -> Array:
     """`u [M, ...]` sorted over clients, each coordinate by itself; rows of nobody come last.
 
     A value that is not a number counts as infinitely large.
@@ -133,7 +133,7 @@ def coordinate_median(messages: Tree, weights: Array) -> Tree:
     live = jnp.sum(weights > 0)
 
     def median(u: Array) -> Array:
-        ordered = ascending(u, weights)
+        ordered = _ascending(u, weights)
         low, high = (jnp.take(ordered, i, axis=0, mode='clip') for i in ((live - 1) // 2, live // 2))
         return jnp.where(live > 0, 0.5 * (low + high), 0.0)
 
@@ -161,7 +161,7 @@ def trimmed_mean(share: float) -> Callable[[Tree, Array], Tree]:
         inside = (rank >= cut) & (rank < live - cut)
 
         def mean(u: Array) -> Array:
-            kept = jnp.where(jnp.expand_dims(inside, range(1, u.ndim)), ascending(u, weights), 0.0)
+            kept = jnp.where(jnp.expand_dims(inside, range(1, u.ndim)), _ascending(u, weights), 0.0)
             return jnp.sum(kept, axis=0) / jnp.maximum(jnp.sum(inside), 1)
 
         return jax.tree.map(mean, messages)

@@ -133,7 +133,7 @@ def _per_client(
     return jax.lax.map(one, (jnp.arange(data.num_clients), state.clients, allowed))
 
 
-def square(counts: Array) -> None:
+def _square(counts: Array) -> None:
     """Raises ValueError, as all that reads tables does, for what is no table `[..., C, C]`."""
     shape = np.shape(counts)
     if len(shape) < 2 or shape[-1] != shape[-2]:
@@ -143,7 +143,7 @@ def square(counts: Array) -> None:
 @jax.jit
 def accuracy(counts: Array) -> Array:
     """Share of correct predictions of tables `[..., C, C]`; 0 for an empty table."""
-    square(counts)
+    _square(counts)
     total = jnp.sum(counts, axis=(-2, -1))
     return jnp.trace(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
 
@@ -151,7 +151,7 @@ def accuracy(counts: Array) -> Array:
 @jax.jit
 def class_accuracy(counts: Array) -> Array:
     """Accuracy of each true class, `[..., C, C] -> [..., C]`; 0 for a class without examples."""
-    square(counts)
+    _square(counts)
     total = jnp.sum(counts, axis=-1)
     return jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
 
@@ -163,14 +163,14 @@ def weighted_accuracy(counts: Array, weights: Array) -> Array:
     With `data.class_weights` these are the personalised accuracies PM(V) and PM(L) of FedNH (Dai et al., AAAI 2023) on
     their balanced test set. On an unbalanced one classes still count by their weights alone, as in FedLoGe.
     """
-    square(counts)
-    by_class('weights', weights, counts)
+    _square(counts)
+    _by_class('weights', weights, counts)
     weights = jnp.where(jnp.sum(counts, axis=-1) > 0, weights, 0.0)
     total = jnp.sum(weights, axis=-1)
     return jnp.sum(weights * class_accuracy(counts), axis=-1) / jnp.where(total > 0, total, 1.0)
 
 
-def by_class(name: str, values: Array, counts: Array) -> None:
+def _by_class(name: str, values: Array, counts: Array) -> None:
     """Raises ValueError for values `[..., C]` that do not go with the classes of tables `[..., C, C]`."""
     shape, tables = np.shape(values), np.shape(counts)[:-1]
     with contextlib.suppress(ValueError):
@@ -209,8 +209,8 @@ def group_accuracy(counts: Array, groups: Array) -> Array:
     Accuracies of clients by their own groups are to be averaged over those that have any, with
     `over(group_accuracy(tables, g), by_group(tables.sum(-1), g) > 0)`.
     """
-    square(counts)
-    by_class('groups', groups, counts)
+    _square(counts)
+    _by_class('groups', groups, counts)
     hits = by_group(jnp.diagonal(counts, axis1=-2, axis2=-1), groups)
     return hits / jnp.maximum(by_group(jnp.sum(counts, axis=-1), groups), 1).astype(jnp.float32)
 
@@ -218,7 +218,7 @@ def group_accuracy(counts: Array, groups: Array) -> Array:
 @jax.jit
 def class_f1(counts: Array) -> Array:
     """F1 score of each class, `[..., C, C] -> [..., C]`: `2 hits / (examples + predictions)`; 0 without either."""
-    square(counts)
+    _square(counts)
     met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2)
     return 2.0 * jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(met, 1).astype(jnp.float32)
 
@@ -226,7 +226,7 @@ def class_f1(counts: Array) -> Array:
 @jax.jit
 def macro_f1(counts: Array) -> Array:
     """Mean F1 score over the classes that a table holds or predicts: `[..., C, C] -> [...]`."""
-    square(counts)
+    _square(counts)
     met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2) > 0
     return jnp.sum(class_f1(counts), axis=-1) / jnp.maximum(jnp.sum(met, axis=-1), 1)
 
@@ -234,7 +234,7 @@ def macro_f1(counts: Array) -> Array:
 @jax.jit
 def weighted_f1(counts: Array) -> Array:
     """Mean F1 score weighted by the examples of each true class: `[..., C, C] -> [...]`."""
-    square(counts)
+    _square(counts)
     support = jnp.sum(counts, axis=-1)
     total = jnp.maximum(jnp.sum(support, axis=-1), 1).astype(jnp.float32)
     return jnp.sum(support * class_f1(counts), axis=-1) / total
@@ -244,7 +244,7 @@ class Over(NamedTuple):
     """Mean and standard deviation of a number over the clients that count."""
 
     mean: Array
-    std: Array  # of the population
+    std: Array  #: of the population
 
 
 @jax.jit
@@ -269,15 +269,15 @@ class OverClients(NamedTuple):
     """Accuracies of a population; clients without test examples are left out."""
 
     mean: Array
-    std: Array  # population standard deviation
-    pooled: Array  # weighted by numbers of test examples
-    low: Array  # 10th percentile
+    std: Array  #: population standard deviation
+    pooled: Array  #: weighted by numbers of test examples
+    low: Array  #: 10th percentile
 
 
 @jax.jit
 def over_clients(counts: Array) -> OverClients:
     """Sums up tables [K, C, C] of all clients."""
-    square(counts)
+    _square(counts)
     checks.rows('tables', counts, 3)
     tested = jnp.sum(counts, axis=(-2, -1)) > 0
     values = accuracy(counts)

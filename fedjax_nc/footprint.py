@@ -23,13 +23,13 @@ from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, Sta
 class Footprint(NamedTuple):
     """Bytes of a round. The lanes and the server's update take turns, the others stay."""
 
-    data: int  # the pool, the index table and the rest of the clients' data
+    data: int  #: the pool, the index table and the rest of the clients' data
     server: int
-    clients: int  # the states of all clients
-    messages: int  # their running sum; under `aggregators.stacked` a row for each client of the cohort
-    lane: int  # one client at work: model, gradients, optimizer state, what the backward pass must remember, message
-    update: int  # adding the messages and the server's step
-    chunk: int  # lanes side by side
+    clients: int  #: the states of all clients
+    messages: int  #: their running sum; under `aggregators.stacked` a row for each client of the cohort
+    lane: int  #: one client at work: model, gradients, optimizer state, what the backward pass must remember, message
+    update: int  #: adding the messages and the server's step
+    chunk: int  #: lanes side by side
 
     @property
     def total(self) -> int:
@@ -81,12 +81,12 @@ def estimate(
     client = jax.eval_shape(lambda clients: jax.tree.map(lambda u: u[0], clients), state.clients)
     working, (new, message, _) = jax.make_jaxpr(work, return_shape=True)(key, state.server, data, client)
     summed = jax.eval_shape(partial, message)
-    lane = peak(working.jaxpr, len(jax.tree.leaves((key, state.server, data))), platform)
+    lane = _peak(working.jaxpr, len(jax.tree.leaves((key, state.server, data))), platform)
     # Of several lanes, one that is done waits with what it has beside what one more step would make of it.
-    lane += size((new, message)) if lanes > 1 else 0
+    lane += _size((new, message)) if lanes > 1 else 0
     updating = jax.make_jaxpr(update)(key, state.server, summed, message)
-    last = peak(updating.jaxpr, len(jax.tree.leaves((key, state.server))), platform) - size(summed)
-    return Footprint(size(data), size(state.server), size(state.clients), size(summed), lane, last, lanes)
+    last = _peak(updating.jaxpr, len(jax.tree.leaves((key, state.server))), platform) - _size(summed)
+    return Footprint(_size(data), _size(state.server), _size(state.clients), _size(summed), lane, last, lanes)
 
 
 def check(
@@ -103,8 +103,8 @@ def check(
     """
     need = estimate(algorithm, state, data, **kwargs)
     if limit is None:
-        there = size([u for u in jax.tree.leaves((state, data)) if isinstance(u, jax.Array)])
-        limit = math.inf if (free := available()) is None else free + there
+        there = _size([u for u in jax.tree.leaves((state, data)) if isinstance(u, jax.Array)])
+        limit = math.inf if (free := _available()) is None else free + there
     if need.total <= limit:
         return need
     shares = {'data': need.data, 'server': need.server, 'client states': need.clients, 'messages': need.messages,
@@ -118,62 +118,62 @@ def check(
     )
 
 
-def size(a: Tree) -> int:
+def _size(a: Tree) -> int:
     """Bytes of all leaves, arrays or shapes."""
     return sum(u.size * u.dtype.itemsize for u in jax.tree.leaves(a))
 
 
-def total(values: Iterable['Value']) -> int:
+def _total(values: Iterable['_Value']) -> int:
     return sum(v.bytes for v in values)
 
 
-class Value:
+class _Value:
     """One array of a trace. XLA rather keeps what a mask was compared from, so that masks count like float32."""
 
     def __init__(self, aval: Any = None) -> None:
-        self.bytes = 0 if aval is None else size(aval) * (4 if aval.dtype == bool else 1)
+        self.bytes = 0 if aval is None else _size(aval) * (4 if aval.dtype == bool else 1)
 
 
-Values = list[Value]
+_Values = list[_Value]
 
 
-def peak(jaxpr: core.Jaxpr, held: int, platform: str) -> int:
+def _peak(jaxpr: core.Jaxpr, held: int, platform: str) -> int:
     """The most bytes alive at once, besides the first `held` inputs; all others end with their last use."""
-    inputs = [Value(None if i < held else v.aval) for i, v in enumerate(jaxpr.invars)]
-    steps, results = flat(jaxpr, inputs, platform)
+    inputs = [_Value(None if i < held else v.aval) for i, v in enumerate(jaxpr.invars)]
+    steps, results = _flat(jaxpr, inputs, platform)
     last = {v: t for t, (_, read, _) in enumerate(steps) for v in read} | dict.fromkeys(results, len(steps))
-    most = live = total(inputs)
+    most = live = _total(inputs)
     for t, (eqn, read, made) in enumerate(steps):
         ending = {v for v in read if last[v] == t}
-        most = max(most, live + during(eqn, read, made, ending, platform))
-        live += total(v for v in made if v in last) - total(ending)
+        most = max(most, live + _during(eqn, read, made, ending, platform))
+        live += _total(v for v in made if v in last) - _total(ending)
     return most
 
 
-def flat(
-    jaxpr: core.Jaxpr, inputs: list[Value], platform: str
-) -> tuple[list[tuple[core.JaxprEqn, Values, Values]], Values]:
+def _flat(
+    jaxpr: core.Jaxpr, inputs: list[_Value], platform: str
+) -> tuple[list[tuple[core.JaxprEqn, _Values, _Values]], _Values]:
     """Each operation with what it reads and makes, those of called functions in place of the call; and the results."""
     known, steps = dict(zip(jaxpr.invars, inputs, strict=True)), []
 
-    def values(atoms: Iterable[Any]) -> Values:
-        return [known[a] if isinstance(a, core.Var) and a in known else Value() for a in atoms]  # or a constant
+    def values(atoms: Iterable[Any]) -> _Values:
+        return [known[a] if isinstance(a, core.Var) and a in known else _Value() for a in atoms]  # or a constant
 
     for eqn in jaxpr.eqns:
-        read, made = values(eqn.invars), [Value(v.aval) for v in eqn.outvars]
+        read, made = values(eqn.invars), [_Value(v.aval) for v in eqn.outvars]
         more = [(eqn, read, made)]
-        for inner in called(eqn, platform):
+        for inner in _called(eqn, platform):
             first = 1 if 'branches_platforms' in eqn.params else 0  # after the number of the platform
             sides: Any = ((*eqn.invars[first:], *eqn.outvars), (*inner.invars, *inner.outvars))
             ours, its = ([v.aval.shape for v in side] for side in sides)
             if ours == its and eqn.primitive.name not in ('while', 'scan'):  # nothing but a call of it
-                more, made = flat(inner, read[first:], platform)
+                more, made = _flat(inner, read[first:], platform)
         steps += more
         known.update(zip(eqn.outvars, made, strict=True))
     return steps, values(jaxpr.outvars)
 
 
-def called(eqn: core.JaxprEqn, platform: str) -> list[core.Jaxpr]:
+def _called(eqn: core.JaxprEqn, platform: str) -> list[core.Jaxpr]:
     """The functions that an operation calls; of those for several platforms the one for this."""
     names = eqn.params.get('branches_platforms')
     if names is None:
@@ -182,7 +182,7 @@ def called(eqn: core.JaxprEqn, platform: str) -> list[core.Jaxpr]:
     return [eqn.params['branches'][which].jaxpr]
 
 
-def during(eqn: core.JaxprEqn, read: Values, made: Values, ending: set[Value], platform: str) -> int:
+def _during(eqn: core.JaxprEqn, read: _Values, made: _Values, ending: set[_Value], platform: str) -> int:
     """The most bytes that an operation adds to those alive, its results among them."""
     p = eqn.params
     if eqn.primitive.name == 'while':
@@ -195,23 +195,23 @@ def during(eqn: core.JaxprEqn, read: Values, made: Values, ending: set[Value], p
             sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(*pair, strict=True))
             for pair in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
         )
-        first, constants, stacked = 0, whole - carried, total(made[carried:])
+        first, constants, stacked = 0, whole - carried, _total(made[carried:])
     else:
-        return max([total(made), *(peak(j, len(j.invars), platform) for j in called(eqn, platform))])
+        return max([_total(made), *(_peak(j, len(j.invars), platform) for j in _called(eqn, platform))])
     # A loop works on its carry in place: it takes over what nobody needs any more, and copies the rest.
     carry = set(read[first + constants :][:carried])
-    return peak(body, constants, platform) + stacked - total(carry & ending)
+    return _peak(body, constants, platform) + stacked - _total(carry & ending)
 
 
-def available() -> int | None:
+def _available() -> int | None:
     """Bytes that the first device can still give; on a CPU those of main memory. None where they are unknown."""
     device = jax.local_devices()[0]
     if 'bytes_limit' in (stats := device.memory_stats() or {}):
         return stats['bytes_limit'] - stats['bytes_in_use']
-    return main_memory() if device.platform == 'cpu' else None
+    return _main_memory() if device.platform == 'cpu' else None
 
 
-def main_memory(root: str = '/') -> int | None:
+def _main_memory(root: str = '/') -> int | None:
     """Bytes free in main memory and in a container's share of it. Cached files count as free: they give way."""
 
     def read(name: str) -> list[str]:

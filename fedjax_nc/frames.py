@@ -233,10 +233,10 @@ class FrameQuality(NamedTuple):
 
     norm_mean: Array
     norm_var: Array
-    angle_mean: Array  # degrees, over pairs of columns
+    angle_mean: Array  #: degrees, over pairs of columns
     angle_var: Array
-    gap: Array  # largest |cos + 1 / (C-1)|
-    zeros: Array  # share of entries that are exactly zero
+    gap: Array  #: largest `|cos + 1 / (C-1)|`
+    zeros: Array  #: share of entries that are exactly zero
 
 
 @jax.jit

@@ -18,9 +18,9 @@ from fedjax_nc.base import Array, Shard
 class Gaussians(NamedTuple):
     """One Gaussian a class; a class with `count` 0 is unknown."""
 
-    count: Array  # type: ignore[assignment]  # [C]
-    mean: Array  # [C, D]
-    cov: Array  # [C, D, D], or [C, D] where they are diagonal
+    count: Array  # type: ignore[assignment]  #: [C]
+    mean: Array  #: [C, D]
+    cov: Array  #: [C, D, D], or [C, D] where they are diagonal
 
 
 def scatter(z: Array, y: Array, weight: Array, mean: Array, covariance: str = 'full') -> Array:
@@ -29,7 +29,7 @@ def scatter(z: Array, y: Array, weight: Array, mean: Array, covariance: str = 'f
     Returns:
       [C, D, D]; for 'diag' their diagonals [C, D]; for 'tied' their sum [D, D].
     """
-    known(covariance)
+    _known(covariance)
     classwise.fitting(z, y, weight)
     if covariance == 'full':
         return classwise.scatter(z, y, weight, mean)
@@ -97,7 +97,7 @@ def sample(
         c = jnp.minimum(jnp.searchsorted(ends, block, side='right'), classes - 1)
         turn = block - ends[c] + blocks[c]
         k = jax.random.fold_in(jax.random.fold_in(key, c), turn)
-        z = gaussian(k, gaussians.mean[c], gaussians.cov[c], samples, ridge)
+        z = _gaussian(k, gaussians.mean[c], gaussians.cov[c], samples, ridge)
         return z, jnp.full(samples, c), turn * samples + jnp.arange(samples) < share[c]
 
     drawn = jax.lax.map(draw, jnp.arange((2 if proportional else 1) * classes))
@@ -105,7 +105,7 @@ def sample(
     return Shard(z, y.astype(jnp.int32), jnp.argsort(~real), jnp.sum(share), share)  # real ones first
 
 
-def gaussian(key: Array, mean: Array, cov: Array, samples: int, ridge: Array | float = 0.0) -> Array:
+def _gaussian(key: Array, mean: Array, cov: Array, samples: int, ridge: Array | float = 0.0) -> Array:
     """Draws [samples, D] from one Gaussian with `mean [D]` and `cov [D, D]`, or the variances [D]."""
     eps = jax.random.normal(key, (samples, len(mean)))
     if cov.ndim == 1:
@@ -115,6 +115,6 @@ def gaussian(key: Array, mean: Array, cov: Array, samples: int, ridge: Array | f
     return mean + jnp.matmul(eps, root, precision='highest')
 
 
-def known(covariance: str) -> None:
+def _known(covariance: str) -> None:
     if covariance not in ('full', 'diag', 'tied'):
         raise ValueError(f"covariance must be 'full', 'diag' or 'tied', not {covariance!r}")

@@ -58,7 +58,7 @@ def cosine(scale: float = 1.0, learn_scale: bool = True) -> Head:
     checks.number('scale', scale, open_low=True)
 
     def init(key: Array, dim: int, classes: int) -> tuple[Tree, Tree]:
-        return with_scale(dense_init(key, dim, classes, bias=False), {}, scale, learn_scale)
+        return _with_scale(dense_init(key, dim, classes, bias=False), {}, scale, learn_scale)
 
     def logits(params: Tree, fixed: Tree, z: Array) -> Array:
         cosines = product(normalize(z), normalize(params['w'].T).T)
@@ -110,7 +110,7 @@ def etf(
             )
         kv, kp = jax.random.split(key)
         fixed = {'v': frame(kv, size, classes)}
-        return with_scale({'proj': dense_init(kp, width, size)} if project else {}, fixed, scale, learn_scale)
+        return _with_scale({'proj': dense_init(kp, width, size)} if project else {}, fixed, scale, learn_scale)
 
     def logits(params: Tree, fixed: Tree, z: Array) -> Array:
         mu = dense(params['proj'], z) if project else z
@@ -136,7 +136,7 @@ def prototypes(scale: float = 1.0, learn_scale: bool = True, init: Frame = simpl
     checks.number('scale', scale, open_low=True)
 
     def first(key: Array, dim: int, classes: int) -> tuple[Tree, Tree]:
-        return with_scale({}, {'w': normalize(init(key, dim, classes).T)}, scale, learn_scale)
+        return _with_scale({}, {'w': normalize(init(key, dim, classes).T)}, scale, learn_scale)
 
     def logits(params: Tree, fixed: Tree, z: Array) -> Array:
         return {**fixed, **params}['scale'] * product(normalize(z), fixed['w'].T)
@@ -155,7 +155,7 @@ def unit_norm() -> Head:
     )
 
 
-def with_scale(params: Tree, fixed: Tree, scale: float, learn: bool) -> tuple[Tree, Tree]:
+def _with_scale(params: Tree, fixed: Tree, scale: float, learn: bool) -> tuple[Tree, Tree]:
     """Adds a temperature to what is learned or to what is fixed."""
     value = {'scale': jnp.float32(scale)}
     return ({**params, **value}, fixed) if learn else (params, {**fixed, **value})

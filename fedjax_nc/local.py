@@ -107,7 +107,7 @@ def clipping(norm: float | None) -> optax.GradientTransformation:
 
 
 @jax.named_scope('shuffle')
-def shuffled(key: Array, shard: Shard, batch_size: int) -> Array:
+def _shuffled(key: Array, shard: Shard, batch_size: int) -> Array:
     """Rows of the pool in random order, the client's real ones first: [N rounded up to full batches] int32."""
     n = shard.index.shape[0]
     draw = jnp.where(jnp.arange(n) < shard.size, jax.random.uniform(key, (n,)), jnp.inf)
@@ -175,7 +175,7 @@ def local_sgd(
 
     def epoch(e: Array, carry: Tree) -> Tree:
         k_order, k_batch = jax.random.split(jax.random.fold_in(key, e))
-        rows = shuffled(k_order, shard, b)
+        rows = _shuffled(k_order, shard, b)
 
         def step(width: int, s: Array, carry: Tree) -> Tree:
             params, stats, opt_state, total = carry

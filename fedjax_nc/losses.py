@@ -19,7 +19,7 @@ def cross_entropy(logits: Array, labels: Array, counts: Array | None = None) -> 
     Raises:
       ValueError: as all losses, for other shapes than [B, C] and [B], or labels that are no integers.
     """
-    fitting(logits, labels)
+    _fitting(logits, labels)
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
 
 
@@ -56,7 +56,7 @@ def dot_regression(logits: Array, labels: Array, counts: Array | None = None, *,
     With logits that are cosines to a fixed ETF this is the dot-regression loss of Yang et al. (NeurIPS 2022), whose
     only force pulls a feature towards its class vector.
     """
-    return 0.5 * jnp.square(true_logit(logits, labels) - target)
+    return 0.5 * jnp.square(_true_logit(logits, labels) - target)
 
 
 def restricted_softmax(
@@ -93,16 +93,16 @@ def positive(logits: Array, labels: Array, counts: Array | None = None, *, targe
 
     The loss of FedAwS's clients (Yu et al., ICML 2020), for logits that are cosines.
     """
-    return jnp.square(jnp.maximum(target - true_logit(logits, labels), 0.0))
+    return jnp.square(jnp.maximum(target - _true_logit(logits, labels), 0.0))
 
 
-def true_logit(logits: Array, labels: Array) -> Array:
+def _true_logit(logits: Array, labels: Array) -> Array:
     """The logit of each example's true class: [B, C] and [B] to [B] float32."""
-    fitting(logits, labels)
+    _fitting(logits, labels)
     return jnp.take_along_axis(logits.astype(jnp.float32), labels[:, None], axis=-1)[:, 0]
 
 
-def fitting(logits: Array, labels: Array) -> None:
+def _fitting(logits: Array, labels: Array) -> None:
     """Raises ValueError unless there is one integer label for each row of `logits [B, C]`.
 
     Labels [B, 1] would be compared with every row, and the result still be a number.

@@ -15,9 +15,9 @@ from fedjax_nc.base import Array, Batch, FederatedData, Objective, Tree, Variabl
 
 
 class Memory(NamedTuple):
-    mu: Array  # [C, D] mean features, zero before a class was seen
-    seen: Array  # [C] bool
-    alpha: Array  # [] float32, its weight in the coming round: 0 until it is warm
+    mu: Array  #: [C, D] mean features, zero before a class was seen
+    seen: Array  #: [C] bool
+    alpha: Array  #: [] float32, its weight in the coming round: 0 until it is warm
 
 
 def remember(memory: Memory, new: ClassRows, inertia: Array | float = 0.0) -> Memory:
@@ -29,8 +29,8 @@ def remember(memory: Memory, new: ClassRows, inertia: Array | float = 0.0) -> Me
 
 
 class Strength(NamedTuple):
-    norm: Array  # [] mean length of the memory's rows
-    margin: Array  # [] mean of w_c . mu_c, which times alpha is what the memory adds to the true class's logit
+    norm: Array  #: [] mean length of the memory's rows
+    margin: Array  #: [] mean of w_c . mu_c, which times alpha is what the memory adds to the true class's logit
 
 
 def strength(memory: Memory, w: Array) -> Strength:

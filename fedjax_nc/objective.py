@@ -46,7 +46,7 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
         # First parameters depend on shapes alone, and on nobody's example. Of two, so that a batch can be told apart.
         x = jnp.zeros((2, *data.x.shape[1:]), data.x.dtype)
         body, stats = model.init(kb, x[:1])
-        z = shape_of(lambda x: model.features(body, stats, x, None, None)[0], 'features [B, D]', 2, x)
+        z = _shape_of(lambda x: model.features(body, stats, x, None, None)[0], 'features [B, D]', 2, x)
         if z.shape[-1] == data.num_classes and classifies(model, body, stats, x):
             raise ValueError(
                 f'the model ends in a dense layer of {data.num_classes} outputs, as many as there are classes: the '
@@ -54,9 +54,9 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
                 "models.from_flax(module, classifier='Dense_2')"
             )
         params, fixed = head.init(kh, z.shape[-1], data.num_classes)
-        logits = shape_of(lambda z: head.logits(params, fixed, z), 'logits [B, C]', 2, z)
+        logits = _shape_of(lambda z: head.logits(params, fixed, z), 'logits [B, C]', 2, z)
         y, counts = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, data.num_classes))
-        shape_of(loss, 'one loss for each example [B], whose mean the objective takes', 1, logits, y, counts)
+        _shape_of(loss, 'one loss for each example [B], whose mean the objective takes', 1, logits, y, counts)
         low = {str(u.dtype) for u in jax.tree.leaves((body, params)) if u.dtype in (jnp.bfloat16, jnp.float16)}
         if low:
             raise ValueError(
@@ -83,7 +83,7 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
     return Objective(init, features, logits, batch_loss)
 
 
-def shape_of(fn: Callable[..., Array], what: str, ndim: int, *args: Any) -> jax.ShapeDtypeStruct:
+def _shape_of(fn: Callable[..., Array], what: str, ndim: int, *args: Any) -> jax.ShapeDtypeStruct:
     """What a function of a batch of two returns, without computing it; refused if it is not `ndim` axes of two rows."""
     out = jax.eval_shape(fn, *args)
     shape = getattr(out, 'shape', None)

@@ -3,9 +3,15 @@
 Every function returns a matplotlib `Figure` of its own, without pyplot and its global state: save it with
 `figure.savefig(path)`; in a notebook it shows itself, after `%matplotlib inline`. matplotlib is imported when a figure
 is made.
+
+Figures are made for light pages, whatever matplotlib's settings are; `dark(figure)` is the same one for dark pages, and
+`save` writes both. What bands, bars and boxes are stands below the axes.
 """
 
-from collections.abc import Mapping, Sequence
+import pickle
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,14 +20,19 @@ from numpy.typing import ArrayLike
 from fedjax_nc.base import FederatedData
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by all readers, darkest first; line style and marker repeat the distinction.
+# Okabe and Ito's colours, told apart by all readers, darkest first; line style and marker repeat the distinction. The
+# numbers of colours, dashes and markers have no common divisor: of any 35 curves, no two share two of the three.
 _COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
-_DASHES = ('-', '--', '-.', ':')
+_DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = 'osD^vPX*'
-_INK = '#404040'
+_FILLS = ('full', 'none', 'left')  # of markers: where colours come again, and once more
+_HATCHES = ('', '//', '..', 'xx')  # of bars
+_INK, _GRID, _PAPER = '#404040', '#e4e4e4', '#ffffff'
+_NIGHT, _CHALK = '#14181e', '#f4f4f4'  # of dark pages: the ground of pydata's Sphinx themes, and black's counterpart
 
 
 def class_distribution(
@@ -83,13 +94,15 @@ def example_tiles(rows: Mapping[str, ArrayLike]) -> 'Figure':
         raise ValueError(f'`rows` must hold images [n, H, W, ch] of one size; got {sorted(sizes)}.')
     ((height, width, channels),) = sizes
     most = max(len(images) for images in tiles.values())
-    canvas = np.ones((len(tiles) * (height + 1) - 1, most * (width + 1) - 1, channels))
+    canvas = np.ones((len(tiles) * (height + 1) - 1, most * (width + 1) - 1, 4))
+    canvas[..., 3] = 0  # the page shows between the tiles
     for i, images in enumerate(tiles.values()):
         seen = images / 255 if images.dtype == np.uint8 else np.clip(images, 0, 1)
         for j, image in enumerate(seen.reshape(len(images), height, width, channels)):
-            canvas[i * (height + 1) :, j * (width + 1) :][:height, :width] = image
+            place = canvas[i * (height + 1) :, j * (width + 1) :][:height, :width]
+            place[..., :3], place[..., 3] = image, 1
     figure, (axes,) = _figure(0.45 * most * width / height + 1.2, 0.45 * len(tiles) + 0.3)
-    axes.imshow(canvas if channels == 3 else canvas[..., 0], cmap='gray', vmin=0, vmax=1, interpolation='nearest')
+    axes.imshow(canvas, interpolation='nearest')
     axes.set_xticks([])
     axes.set_yticks([i * (height + 1) + (height - 1) / 2 for i in range(len(tiles))], labels=list(tiles))
     axes.tick_params(length=0)
@@ -114,7 +127,8 @@ def accuracy_curves(
 
     Args:
         curves: name -> (rounds [R], accuracy [R] or [seeds, R]). Several seeds become their mean in a band of one
-            standard deviation (ddof 0) to either side.
+            standard deviation (ddof 0) to either side, as a line below the axes says. Up to 35 curves look different
+            in two of colour, dashes and markers at least.
         xlabel: label of the horizontal axis.
         ylabel: label of the vertical axis.
         title: title, none by default.
@@ -128,12 +142,13 @@ def accuracy_curves(
         ImportError: without matplotlib.
     """
     figure, (axes,) = _figure(6.4, 4.0)
-    _curves(axes, curves, 100 if percent else 1)
+    seeds = _curves(axes, curves, 100 if percent else 1)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     if title:
         axes.set_title(title, color=_INK)
     _legend(figure, axes)
+    _note_seeds(figure, 'Lines', 'bands', seeds)
     return figure
 
 
@@ -152,12 +167,13 @@ def curve_panels(panels: Mapping[str, Curves], *, xlabel: str = 'communication r
         ImportError: without matplotlib.
     """
     figure, row = _figure(3.1, 2.7, len(panels))
-    ranks = _ranks(panels)
+    ranks, seeds = _ranks(panels), set()
     for axes, (title, curves) in zip(row, panels.items(), strict=True):
-        _curves(axes, curves, ranks=ranks)
+        seeds |= _curves(axes, curves, ranks=ranks)
         axes.set_xlabel(xlabel)
         axes.set_title(title, fontsize=10, color=_INK)
     _legend(figure, row[0], row)
+    _note_seeds(figure, 'Lines', 'bands', seeds)
     return figure
 
 
@@ -167,6 +183,7 @@ def heat_maps(
     xlabel: str = 'class',
     ylabel: str = 'client',
     limits: tuple[float, float] | None = None,
+    label: str | None = None,
 ) -> 'Figure':
     """Draws matrices side by side as heat maps, dark for small values.
 
@@ -175,6 +192,8 @@ def heat_maps(
         xlabel: what the columns are.
         ylabel: what the rows are.
         limits: (low, high) of one colour scale for all; by default each has its own, from its least to its greatest.
+        label: what the colours are, beside every colour bar; by default the titles, and 'value' for one scale of
+            several panels.
 
     Returns:
         The figure.
@@ -199,7 +218,10 @@ def heat_maps(
         for set_ticks, number in ((axes.set_yticks, len(values)), (axes.set_xticks, values.shape[1])):
             _ticks(set_ticks, [str(i) for i in range(number)])
         if limits is None or axes is row[-1]:
+            named = label or (title if limits is None or len(row) == 1 else 'value')
             bar = figure.colorbar(image, ax=axes if limits is None else row, pad=0.02)
+            bar.set_label(named, color=_INK, fontsize=8)
+            bar.ax.set_facecolor(_PAPER)
             bar.outline.set_visible(False)
             bar.ax.tick_params(length=0, labelsize=8, colors=_INK)
     row[0].set_ylabel(ylabel)
@@ -212,7 +234,8 @@ def grouped_bars(
     """Draws a bar for each name in each group, with a line of one standard deviation over seeds to either side.
 
     Args:
-        panels: title -> name -> values [G] or [seeds, G].
+        panels: title -> name -> values [G] or [seeds, G]. Several seeds become their mean with a line of one standard
+            deviation (ddof 0) to either side, as a line below the axes says.
         groups: names of the G groups, such as 'many', 'medium', 'few'.
         ylabel: label of the vertical axis.
 
@@ -223,7 +246,7 @@ def grouped_bars(
         ValueError: if there is no panel, or values are not as many as groups.
         ImportError: without matplotlib.
     """
-    ranks = _ranks(panels)
+    ranks, seeds = _ranks(panels), set()
     names = len(ranks)
     figure, row = _figure(max(2.6, 0.16 * names * len(groups) + 1.4), 2.9, len(panels))
     for axes, (title, bars) in zip(row, panels.items(), strict=True):
@@ -234,24 +257,27 @@ def grouped_bars(
             if y.ndim != 2 or y.shape[1] != len(groups):
                 raise ValueError(f'{name!r} needs {len(groups)} values, or [seeds, {len(groups)}]; got {y.shape}.')
             x = np.arange(len(groups)) + (i - (names - 1) / 2) * width
-            hatch = ('', '//', '..', 'xx')[i // len(_COLORS) % 4]  # where colours come again
+            hatch = _HATCHES[i // len(_COLORS) % len(_HATCHES)]  # where colours come again
             color = _COLORS[i % len(_COLORS)]
-            axes.bar(x, y.mean(0), 0.92 * width, label=name, color=color, hatch=hatch, edgecolor='white', linewidth=0)
+            axes.bar(x, y.mean(0), 0.92 * width, label=name, color=color, hatch=hatch, edgecolor=_PAPER, linewidth=0)
             if len(y) > 1:
                 axes.errorbar(x, y.mean(0), y.std(0), fmt='none', ecolor=_INK, elinewidth=1)
+                seeds.add(len(y))
         axes.set_xticks(range(len(groups)), labels=list(groups))
         axes.set_title(title, fontsize=10, color=_INK)
-        axes.grid(axis='y', color='#e4e4e4', linewidth=0.8)
+        axes.grid(axis='y', color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
     row[0].set_ylabel(ylabel)
-    figure.legend(*_entries(row), loc='outside right upper', frameon=False)
+    _legend(figure, row[0], row, beside=True)
+    _note_seeds(figure, 'Bars', 'lines', seeds)
     return figure
 
 
 def boxes(panels: Mapping[str, Mapping[str, ArrayLike]], *, ylabel: str = 'test accuracy [%]') -> 'Figure':
     """Draws how values are spread, of clients for instance: a violin with a box in it for each name.
 
-    The box goes from the first to the third quartile, with a line at the median.
+    The violin goes from the least value to the greatest and is as wide as values are dense; the box goes from the first
+    to the third quartile, with a line at the median. A line below the axes says so.
 
     Args:
         panels: title -> name -> values [n], of which NaN are left out.
@@ -284,10 +310,131 @@ def boxes(panels: Mapping[str, Mapping[str, ArrayLike]], *, ylabel: str = 'test 
                     line.set_color(color)
         axes.set_xticks(range(len(spread)), labels=list(spread), rotation=30, ha='right')
         axes.set_title(title, fontsize=10, color=_INK)
-        axes.grid(axis='y', color='#e4e4e4', linewidth=0.8)
+        axes.grid(axis='y', color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
     row[0].set_ylabel(ylabel)
+    _note(figure, 'Shapes: as wide as values are dense. Boxes: from the first to the third quartile, with the median.')
     return figure
+
+
+def dark(figure: 'Figure') -> 'Figure':
+    """The same figure for a dark page.
+
+    White becomes the ground of the page, black becomes white, and greys what lies between; colours stay, those too dark
+    for the ground somewhat lighter. Images and what is coloured by numbers stay as they are. It works for any figure
+    that can be pickled, also one that was not made here.
+
+    Args:
+        figure: a figure for a light page, which is left as it is.
+
+    Returns:
+        Another figure.
+
+    Raises:
+        ValueError: if the figure cannot be copied, which pickle does; a function without a name in it, such as a
+            formatter, cannot be.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    try:
+        copy = pickle.loads(pickle.dumps(figure))  # `copy.deepcopy` misplaces colour bars
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f'this figure cannot be copied: {error}') from error
+    FigureCanvasAgg(copy)
+    inked = list(_inked(copy))
+    for axes in copy.axes:  # ticks that are still to come
+        for axis in (axes.xaxis, axes.yaxis):
+            for tick in axis.get_major_ticks()[:1]:
+                axis.set_tick_params(
+                    which='both',
+                    color=_nightly(tick.tick1line.get_color()),
+                    labelcolor=_nightly(tick.label1.get_color()),
+                    grid_color=_nightly(tick.gridline.get_color()),
+                )
+    for put, colors in inked:
+        put(colors)
+    return copy
+
+
+def save(figure: 'Figure', path: str | Path, *, dpi: float = 100) -> tuple[Path, Path]:
+    """Writes a figure for light pages to `path`, and for dark ones beside it, as `NAME-dark` with the same ending.
+
+    Args:
+        figure: a figure for a light page.
+        path: where to, such as `accuracy.png`; its folder must exist.
+        dpi: dots per inch, of formats that have any.
+
+    Returns:
+        Both paths.
+
+    Raises:
+        OSError: if they cannot be written.
+        ValueError: for a format that matplotlib does not write, or as `dark`.
+    """
+    path = Path(path)
+    both = path, path.with_stem(f'{path.stem}-dark')
+    for each, target in zip((figure, dark(figure)), both, strict=True):
+        each.savefig(target, dpi=dpi, facecolor=each.get_facecolor())
+    return both
+
+
+def _inked(artist: 'Artist') -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    """What in an artist and all that it is made of has a colour: (what sets it, the colour for dark pages)."""
+    from matplotlib import collections, lines, patches, text
+
+    if isinstance(artist, text.Text):
+        yield artist.set_color, _nightly(artist.get_color())
+        within = (artist.get_bbox_patch(), getattr(artist, 'arrow_patch', None))
+        for patch in within:
+            if patch is not None:
+                yield from _inked(patch)
+    elif isinstance(artist, lines.Line2D):
+        for put, get in (
+            (artist.set_color, artist.get_color),
+            (artist.set_markerfacecolor, artist.get_markerfacecolor),
+            (artist.set_markeredgecolor, artist.get_markeredgecolor),
+            (artist.set_markerfacecoloralt, artist.get_markerfacecoloralt),
+        ):
+            yield put, _nightly(get())
+    elif isinstance(artist, patches.Patch):
+        yield artist.set_edgecolor, _nightly(artist.get_edgecolor())
+        yield artist.set_facecolor, _nightly(artist.get_facecolor())
+    elif isinstance(artist, collections.Collection) and artist.get_array() is None:
+        edges, faces = artist.get_edgecolor(), artist.get_facecolor()
+        if len(edges):
+            yield artist.set_edgecolor, [_nightly(color) for color in edges]
+        if len(faces):
+            yield artist.set_facecolor, [_nightly(color) for color in faces]
+    for child in artist.get_children():
+        yield from _inked(child)
+
+
+def _nightly(color: Any) -> Any:
+    """A colour as it is on dark pages."""
+    from matplotlib.colors import to_rgb, to_rgba
+
+    *rgb, alpha = to_rgba(color)
+    if not alpha:
+        return 'none'  # which an artist's own alpha leaves alone
+    ground, chalk = np.array(to_rgb(_NIGHT)), np.array(to_rgb(_CHALK))
+    shade = np.array(rgb)
+    if np.ptp(shade) < 0.05:
+        shade = ground + (chalk - ground) * (1 - shade.mean())
+    else:
+        while _contrast(shade, ground) < 4.5:
+            shade = shade + 0.05 * (1 - shade)
+    return (*shade.tolist(), alpha)
+
+
+def _contrast(a: np.ndarray, b: np.ndarray) -> float:
+    """Contrast of two colours, from 1 to 21, as accessibility guidelines (WCAG 2) have it."""
+
+    def luminance(rgb: np.ndarray) -> float:
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        return float(linear @ (0.2126, 0.7152, 0.0722))
+
+    high, low = sorted((luminance(np.asarray(a)), luminance(np.asarray(b))), reverse=True)
+    return (high + 0.05) / (low + 0.05)
 
 
 def _ranks(panels: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
@@ -295,10 +442,11 @@ def _ranks(panels: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     return {name: i for i, name in enumerate(dict.fromkeys(name for panel in panels.values() for name in panel))}
 
 
-def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, int] | None = None) -> None:
+def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, int] | None = None) -> set[int]:
+    """Draws the lines, and returns of how many seeds those with a band are."""
     if not curves:
         raise ValueError('`curves` is empty: give at least one name -> (rounds, accuracy).')
-    ranks = ranks or _ranks({'': curves})
+    ranks, seeds = ranks or _ranks({'': curves}), set()
     for name, (rounds, values) in curves.items():
         i = ranks[name]
         x, y = np.asarray(rounds), np.atleast_2d(np.asarray(values, float)) * scale
@@ -317,15 +465,32 @@ def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, 
             linestyle=_DASHES[i % len(_DASHES)],
             linewidth=1.8,
             marker=_MARKERS[i % len(_MARKERS)],
-            markersize=4.5,
+            fillstyle=_FILLS[i // len(_COLORS) % len(_FILLS)],
+            markersize=5,
             markevery=(i * every // max(len(ranks), 1), every),
         )
         if len(y) > 1:
             axes.fill_between(x, mean - y.std(0), mean + y.std(0), color=color, alpha=0.18, linewidth=0)
+            seeds.add(len(y))
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
-    axes.grid(color='#e4e4e4', linewidth=0.8)
+    axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
+    return seeds
+
+
+def _note_seeds(figure: 'Figure', middle: str, around: str, seeds: Iterable[int]) -> None:
+    """Says what is drawn of several seeds, if anything is."""
+    numbers = sorted(seeds)
+    if numbers:
+        many = str(numbers[0]) if len(numbers) == 1 else f'{numbers[0]} to {numbers[-1]}'
+        _note(figure, f'{middle}: means over {many} seeds; {around}: one standard deviation to either side.')
+
+
+def _note(figure: 'Figure', text: str) -> None:
+    """A line below the axes, in as many lines as it needs."""
+    size = 8
+    figure.supxlabel(textwrap.fill(text, int(figure.get_figwidth() * 72 / (0.52 * size))), fontsize=size, color=_INK)
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple['Figure', list['Axes']]:
@@ -337,7 +502,7 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple['Figure', li
         raise ImportError('figures need matplotlib: pip install "fedjax_nc[examples]"') from error
     if columns < 1:
         raise ValueError('`panels` is empty: give at least one title.')
-    figure = Figure(figsize=(width * columns, height), dpi=150, layout='constrained')
+    figure = Figure(figsize=(width * columns, height), dpi=150, layout='constrained', facecolor=_PAPER)
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # type: ignore[union-attr, call-arg]
     row = list(figure.subplots(1, columns, squeeze=False)[0])
@@ -345,6 +510,9 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple['Figure', li
         axes.spines[['top', 'right']].set_visible(False)
         axes.spines[['left', 'bottom']].set_color(_INK)
         axes.tick_params(colors=_INK)
+        axes.set_facecolor(_PAPER)
+        for label in (axes.xaxis.label, axes.yaxis.label):
+            label.set_color(_INK)
     return figure, row
 
 
@@ -354,12 +522,21 @@ def _entries(row: Sequence['Axes']) -> tuple[list[Any], list[str]]:
     return list(found.values()), list(found)
 
 
-def _legend(figure: 'Figure', axes: 'Axes', row: Sequence['Axes'] = ()) -> None:
+def _legend(figure: 'Figure', axes: 'Axes', row: Sequence['Axes'] = (), beside: bool = False) -> None:
     handles, labels = _entries(row or [axes])
-    if len(labels) > 6:  # beside the axes, where many entries hide nothing
-        figure.legend(handles, labels, loc='outside right upper', frameon=False)
+    if beside or len(labels) > 6:  # beside the axes, where many entries hide nothing
+        columns = 1 + len(labels) // 20
+        size = 10 if len(labels) < 13 else 8
+        figure.set_figwidth(figure.get_figwidth() + 1.3 * columns * (not beside))
+        figure.legend(
+            handles, labels, loc='outside right upper', frameon=False, labelcolor=_INK, fontsize=size, ncols=columns,
+            handlelength=3,
+        )  # fmt: skip
     else:
-        axes.legend(handles, labels, loc='best', framealpha=0.9, edgecolor='none')
+        axes.legend(
+            handles, labels, loc='best', framealpha=0.9, facecolor=_PAPER, edgecolor='none', labelcolor=_INK,
+            handlelength=3,
+        )  # fmt: skip
 
 
 def _bubbles(axes: 'Axes', counts: np.ndarray, names: list[str]) -> None:
@@ -376,7 +553,7 @@ def _bubbles(axes: 'Axes', counts: np.ndarray, names: list[str]) -> None:
     axes.set_ylim(-0.8, classes - 0.2)
     axes.set_ylabel('class')
     _ticks(axes.set_yticks, names)
-    axes.grid(color='#eeeeee', linewidth=0.6)
+    axes.grid(color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_title(f'area: examples, at most {counts.max():,} of one class on a client', fontsize=9, color=_INK)
 
@@ -389,23 +566,24 @@ def _bars(axes: 'Axes', counts: np.ndarray, names: list[str]) -> None:
 
     clients, classes = counts.shape
     # an ordered map stays readable for any number of classes and without colour vision
-    colors = colormaps['viridis'].resampled(classes)
+    colors, norm = colormaps['viridis'].resampled(classes), BoundaryNorm(np.arange(classes + 1) - 0.5, classes)
     k, c = np.nonzero(counts)
     tops = counts.cumsum(1)
     left, right, low, high = k - 0.425, k + 0.425, (tops - counts)[k, c], tops[k, c]
     corners = np.stack([left, low, left, high, right, high, right, low], axis=1).reshape(-1, 4, 2)
     # one collection: `bar` makes an artist per block, seconds of work for many clients and classes
-    axes.add_collection(PolyCollection(list(corners), facecolors=colors(c), linewidths=0))
+    axes.add_collection(PolyCollection(list(corners), array=c, cmap=colors, norm=norm, linewidths=0))
     axes.set_xlim(-0.8, clients - 0.2)
     axes.set_ylim(0, max(1.05 * tops.max(), 1))
     axes.set_ylabel('examples')
     figure = axes.get_figure()
     assert figure is not None
-    norm = BoundaryNorm(np.arange(classes + 1) - 0.5, classes)
-    bar = figure.colorbar(ScalarMappable(norm, colors), ax=axes, label='class', pad=0.02)
+    bar = figure.colorbar(ScalarMappable(norm, colors), ax=axes, pad=0.02)
+    bar.set_label('class', color=_INK)
+    bar.ax.set_facecolor(_PAPER)
     _ticks(bar.set_ticks, names)
     bar.minorticks_off()
-    bar.ax.tick_params(length=0)
+    bar.ax.tick_params(length=0, colors=_INK)
     bar.outline.set_visible(False)
 
 

@@ -64,7 +64,7 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
                 'this algorithm weighs what clients send, by class or by their steps, before it is summed: in private '
                 'use one that sends changes of a model alone, such as fedavg'
             )
-        kept = clipped(message, clip)
+        kept = _clipped(message, clip)
         # What is dropped leaves no other trace: the report knows the client as broken by its loss.
         whole = jnp.isfinite(tree.dot(message, message))
         return client, kept, info._replace(loss=jnp.where(whole, info.loss, jnp.nan))
@@ -75,7 +75,7 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
                 f'private divides by cohort={cohort}, and the round has {aggregate.cohort} clients: give both the same'
             )
         k_noise, key = jax.random.split(key)
-        mean = tree.scale(noisy(k_noise, aggregate.value, noise_multiplier * clip), 1.0 / cohort)
+        mean = tree.scale(_noisy(k_noise, aggregate.value, noise_multiplier * clip), 1.0 / cohort)
         message = jax.tree.map(lambda u: u[None], mean)
 
         def sent(slot: Array) -> Tree:
@@ -113,7 +113,7 @@ def reads(jaxpr: core.Jaxpr, at: int) -> bool:
     return False
 
 
-def clipped(message: Tree, norm: float) -> Tree:
+def _clipped(message: Tree, norm: float) -> Tree:
     """The message scaled down to at most this Euclidean norm over all its leaves; zero if it is not finite."""
     message = jax.tree.map(lambda u: u.astype(jnp.float32), message)
     length = jnp.sqrt(tree.dot(message, message))
@@ -121,7 +121,7 @@ def clipped(message: Tree, norm: float) -> Tree:
     return tree.where(jnp.isfinite(length), scaled, tree.zeros(message))
 
 
-def noisy(key: Array, message: Tree, std: Array | float) -> Tree:
+def _noisy(key: Array, message: Tree, std: Array | float) -> Tree:
     """The message plus independent normal noise of that standard deviation in every entry."""
     leaves, structure = jax.tree.flatten(message)
     keys = jax.random.split(key, len(leaves))

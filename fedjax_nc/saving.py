@@ -24,8 +24,8 @@ import safetensors
 from safetensors.numpy import save as packed
 
 from fedjax_nc import checks, population, tree
+from fedjax_nc._checkpoints import replace
 from fedjax_nc.base import Algorithm, FederatedData, State, Tree
-from fedjax_nc.checkpoints import replace
 
 FORMAT = 'fedjax_nc model 1'
 PLATFORMS = ('cpu', 'cuda', 'tpu')
@@ -35,8 +35,8 @@ class Saved(NamedTuple):
     """What a file holds: `algorithm.predict(server, client, x)` is its model."""
 
     server: Tree
-    client: Tree | None  # None for the generic model
-    about: dict[str, Any]  # what was said of it, and `format`, `library`, `example`, `num_classes`, ...
+    client: Tree | None  #: None for the generic model
+    about: dict[str, Any]  #: what was said of it, and `format`, `library`, `example`, `num_classes`, ...
 
 
 def save(

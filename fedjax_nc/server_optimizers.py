@@ -36,45 +36,45 @@ def fedavgm(lr: Rate = 0.1, beta: Array | float = 0.9) -> optax.GradientTransfor
     Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification.
     Hsu, Qi, Brown. arXiv 2019. https://arxiv.org/abs/1909.06335
     """
-    within(beta=beta)
-    rate(lr)
+    _within(beta=beta)
+    _rate(lr)
     return optax.sgd(lr, momentum=beta)
 
 
 def fedadagrad(lr: Rate = 1e-2, b1: Array | float = 0.0, tau: Array | float = 1e-3) -> optax.GradientTransformation:
     """FedAdagrad: `v <- v + Delta^2`."""
-    return adaptive(lambda v, square: v + square, lr, b1, tau)
+    return _adaptive(lambda v, square: v + square, lr, b1, tau)
 
 
 def fedadam(
     lr: Rate = 1e-2, b1: Array | float = 0.9, b2: Array | float = 0.99, tau: Array | float = 1e-3
 ) -> optax.GradientTransformation:
     """FedAdam: `v <- b2 v + (1 - b2) Delta^2`."""
-    within(b2=b2)
-    return adaptive(lambda v, square: b2 * v + (1 - b2) * square, lr, b1, tau)
+    _within(b2=b2)
+    return _adaptive(lambda v, square: b2 * v + (1 - b2) * square, lr, b1, tau)
 
 
 def fedyogi(
     lr: Rate = 1e-2, b1: Array | float = 0.9, b2: Array | float = 0.99, tau: Array | float = 1e-3
 ) -> optax.GradientTransformation:
     """FedYogi: `v <- v - (1 - b2) Delta^2 sign(v - Delta^2)`."""
-    within(b2=b2)
-    return adaptive(lambda v, square: v - (1 - b2) * square * jnp.sign(v - square), lr, b1, tau)
+    _within(b2=b2)
+    return _adaptive(lambda v, square: v - (1 - b2) * square * jnp.sign(v - square), lr, b1, tau)
 
 
-def rate(lr: Rate) -> None:
+def _rate(lr: Rate) -> None:
     """Raises ValueError for a rate that is neither a schedule nor a number of at least 0."""
     if not callable(lr):
         checks.number('lr', lr)
 
 
-def within(**shares: Array | float) -> None:
+def _within(**shares: Array | float) -> None:
     """Raises ValueError for a number outside [0, 1)."""
     for name, value in shares.items():
         checks.number(name, value, high=1, open_high=True)
 
 
-def adaptive(
+def _adaptive(
     follow: Callable[[Array, Array], Array], lr: Rate, b1: Array | float, tau: Array | float
 ) -> optax.GradientTransformation:
     """What the adaptive methods share.
@@ -88,8 +88,8 @@ def adaptive(
     Raises:
       ValueError: for a negative `lr`, a `tau` that is not positive, or a `b1` outside [0, 1).
     """
-    within(b1=b1)
-    rate(lr)
+    _within(b1=b1)
+    _rate(lr)
     checks.number('tau', tau, open_low=True, advice='steps are divided by it where nothing has moved')
 
     def init(params: Tree) -> Moments:

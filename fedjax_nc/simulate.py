@@ -22,13 +22,13 @@ from fedjax_nc.models.convolution import compiler_options
 class Report(NamedTuple):
     """What a person may look at after a round."""
 
-    loss: Array  # [] float32, mean local training loss over the examples visited by clients that are not broken
-    padded_work: Array  # [] float32, share of the computed batch rows that were padding
-    balance: Array  # [] float32, batch rows of the mean device over those of the busiest; 1 on a single device
-    finite: Array  # [] bool, whether the new server state is free of NaN and infinity
-    ids: Array  # [M'] int32, the cohort from the largest client to the smallest, filled up with K for nobody
-    info: Info  # [M', ...] the clients' own reports in that order
-    broken: Array  # [M'] bool, in that order: whether a client's message or loss is not finite, or its state is NaN
+    loss: Array  #: [] float32, mean local training loss over the examples visited by clients that are not broken
+    padded_work: Array  #: [] float32, share of the computed batch rows that were padding
+    balance: Array  #: [] float32, batch rows of the mean device over those of the busiest; 1 on a single device
+    finite: Array  #: [] bool, whether the new server state is free of NaN and infinity
+    ids: Array  #: [M'] int32, the cohort from the largest client to the smallest, filled up with K for nobody
+    info: Info  #: [M', ...] the clients' own reports in that order
+    broken: Array  #: [M'] bool, in that order: whether a client's message or loss is not finite, or its state is NaN
 
 
 Round = Callable[..., tuple[State, Report]]
@@ -156,7 +156,7 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
             return algorithm.client(jax.random.fold_in(key, i), server, client, data.shard(at))
 
         def run_chunk(held: Tree, ids: Array, at: Array, rows: Array, slots: Array) -> tuple[Tree, Tree, Tree]:
-            new, messages, info = lanes_of(one)((ids, at), tree.take(held, rows))
+            new, messages, info = _lanes_of(one)((ids, at), tree.take(held, rows))
             real = at < data.num_clients
             weights = jnp.where(real, jnp.take(data.size, at, mode='clip'), 0).astype(jnp.float32)
             # A state may hold infinity by design, as a smallest loss so far; what is NaN stays so.
@@ -230,7 +230,7 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
             server = algorithm.server(k_server, server, aggregate)
         if mesh is not None:
             server, held = devices.settled(mesh, server, held)
-        return server, held, report(server, ids, info, broken, paid)
+        return server, held, _report(server, ids, info, broken, paid)
 
     return work
 
@@ -299,7 +299,7 @@ def participants(key: Array, rounds: Array | int, population: int, cohort: int |
     return jax.lax.fori_loop(0, rounds, join, jnp.zeros(population, bool))
 
 
-def lanes_of(one: Callable[..., Any]) -> Callable[..., Any]:
+def _lanes_of(one: Callable[..., Any]) -> Callable[..., Any]:
     """vmap, except that a single lane is run as it is: convolutions stay ordinary ones."""
 
     def run(who: tuple[Array, Array], clients: Tree) -> Any:
@@ -311,7 +311,7 @@ def lanes_of(one: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def report(server: Tree, ids: Array, info: Info, broken: Array, paid: Array) -> Report:
+def _report(server: Tree, ids: Array, info: Info, broken: Array, paid: Array) -> Report:
     """Sums up the clients' reports. `paid [devices]` counts the batch rows that were computed.
 
     The loss is that of clients which are not broken, and NaN if all are.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import fedjax_nc
-from fedjax_nc import checkpoints, checks, fingerprint, models, simulate
+from fedjax_nc import _checkpoints, _fingerprint, checks, models, simulate
 from fedjax_nc.base import Algorithm, FederatedData, State
 from fedjax_nc.models.convolution import ConvFn
 
@@ -37,10 +37,10 @@ FORMS: dict[str, ConvFn] = {
 class Choice(NamedTuple):
     """How to compute a round. None stands for the library's own choice."""
 
-    conv: str | None = None  # a name in FORMS, for the model
-    chunk: int | None = None  # clients side by side, for `simulate.make_round` and `training.run`
-    precision: str | None = None  # of float32 products, as for `jax.default_matmul_precision`
-    rounds_per_call: int = 1  # for `training.run`
+    conv: str | None = None  #: a name in FORMS, for the model
+    chunk: int | None = None  #: clients side by side, for `simulate.make_round` and `training.run`
+    precision: str | None = None  #: of float32 products, as for `jax.default_matmul_precision`
+    rounds_per_call: int = 1  #: for `training.run`
 
     def convolution(self) -> ConvFn | None:
         """What a model takes as `conv=`."""
@@ -55,16 +55,16 @@ class Tried(NamedTuple):
     """What came of a choice."""
 
     choice: Choice
-    seconds: float  # a round, extrapolated where only a part of it was run; infinity if it failed
+    seconds: float  #: a round, extrapolated where only a part of it was run; infinity if it failed
     compile_seconds: float
-    problem: str = ''  # why it failed
+    problem: str = ''  #: why it failed
 
 
 class Tuned(NamedTuple):
     """What `fastest` found."""
 
     choice: Choice
-    tried: tuple[Tried, ...]  # from the fastest on
+    tried: tuple[Tried, ...]  #: from the fastest on
 
 
 def candidates(clients: int, convolutions: bool = True, platform: str | None = None) -> list[Choice]:
@@ -124,8 +124,8 @@ def fastest(
         checks.whole('rounds_per_call', choice.rounds_per_call)
     checks.whole('repeats', repeats)
     checks.number('seconds', seconds, open_low=True)
-    name = key_of(build(None), data, choices, cohort) if cache is not None else ''
-    if cache is not None and (known := remembered(Path(cache), name, choices)):
+    name = _key_of(build(None), data, choices, cohort) if cache is not None else ''
+    if cache is not None and (known := _remembered(Path(cache), name, choices)):
         return known
     tried, cap = [], None
     for choice in choices:
@@ -137,13 +137,13 @@ def fastest(
         except (jax.errors.JaxRuntimeError, MemoryError, NotImplementedError) as problem:
             tried.append(Tried(choice, float('inf'), 0.0, ' '.join(str(problem).split())[:200]))
         if show:
-            show(line(tried[-1]))
+            show(_line(tried[-1]))
     ranked = tuple(sorted(tried, key=lambda t: t.seconds))  # stable: in doubt the first
     if ranked[0].problem:
         raise RuntimeError(f'no choice runs here; the first one says: {tried[0].problem}')
     found = Tuned(ranked[0].choice, ranked)
     if cache is not None:
-        remember(Path(cache), name, found)
+        _remember(Path(cache), name, found)
     return found
 
 
@@ -216,20 +216,20 @@ class Trial:
         return rows
 
 
-def key_of(algorithm: Algorithm, data: FederatedData, choices: tuple[Choice, ...], cohort: int | None) -> str:
+def _key_of(algorithm: Algorithm, data: FederatedData, choices: tuple[Choice, ...], cohort: int | None) -> str:
     """What a result depends on."""
     state: State = jax.eval_shape(lambda: simulate.init(algorithm, jax.random.key(0), data))
     device = jax.devices()[0]
     sizes = np.sort(np.asarray(data.size)).tolist()
     about = (
         device.platform, device.device_kind, jax.__version__, jaxlib.__version__, fedjax_nc.__version__,
-        fingerprint.of_algorithm(algorithm), [(u.shape, str(u.dtype)) for u in jax.tree.leaves((state, data))],
+        _fingerprint.of_algorithm(algorithm), [(u.shape, str(u.dtype)) for u in jax.tree.leaves((state, data))],
         sizes, cohort, choices,
     )  # fmt: skip
     return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
 
 
-def known_results(path: Path) -> dict[str, Any]:
+def _known_results(path: Path) -> dict[str, Any]:
     """What a cache holds; nothing if there is none, or a damaged one."""
     try:
         found = json.loads(path.read_text())
@@ -238,10 +238,10 @@ def known_results(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def remembered(path: Path, name: str, choices: tuple[Choice, ...]) -> Tuned | None:
+def _remembered(path: Path, name: str, choices: tuple[Choice, ...]) -> Tuned | None:
     """A result of these choices, if the cache holds one."""
     try:
-        tried = tuple(Tried(Choice(*choice), *rest) for choice, *rest in known_results(path)[name])
+        tried = tuple(Tried(Choice(*choice), *rest) for choice, *rest in _known_results(path)[name])
     except (KeyError, TypeError, ValueError):
         return None
     if {t.choice for t in tried} != set(choices):
@@ -249,13 +249,13 @@ def remembered(path: Path, name: str, choices: tuple[Choice, ...]) -> Tuned | No
     return Tuned(tried[0].choice, tried)
 
 
-def remember(path: Path, name: str, found: Tuned) -> None:
+def _remember(path: Path, name: str, found: Tuned) -> None:
     """Adds a result to the cache."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoints.replace(path, json.dumps({**known_results(path), name: found.tried}, indent=1) + '\n')
+    _checkpoints.replace(path, json.dumps({**_known_results(path), name: found.tried}, indent=1) + '\n')
 
 
-def line(tried: Tried) -> str:
+def _line(tried: Tried) -> str:
     """A choice and what came of it."""
     choice = tried.choice
     words = [f'{choice.conv or "default"} form', f'chunk {choice.chunk or "default"}']

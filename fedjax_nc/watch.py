@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fedjax_nc._checkpoints import Row
 from fedjax_nc.base import State
-from fedjax_nc.checkpoints import Row
 from fedjax_nc.training import OnRound
 
 
@@ -31,7 +31,7 @@ def tensorboard(folder: str | Path) -> Iterator[OnRound]:
     with SummaryWriter(str(folder)) as writer:
 
         def tracker(row: Row, state: State) -> None:
-            for name, value in measured(row).items():
+            for name, value in _measured(row).items():
                 writer.add_scalar(name, value, int(row['round']))
 
         yield tracker
@@ -41,7 +41,7 @@ def wandb(run: Any) -> OnRound:
     """For a run of Weights & Biases, `wandb.init(...)`, which stays the caller's to finish."""
 
     def tracker(row: Row, state: State) -> None:
-        run.log(measured(row), step=int(row['round']))
+        run.log(_measured(row), step=int(row['round']))
 
     return tracker
 
@@ -50,11 +50,11 @@ def mlflow(client: Any) -> OnRound:
     """For MLflow, the module with an active run: `mlflow.start_run(); watch.mlflow(mlflow)`."""
 
     def tracker(row: Row, state: State) -> None:
-        client.log_metrics(measured(row), step=int(row['round']))
+        client.log_metrics(_measured(row), step=int(row['round']))
 
     return tracker
 
 
-def measured(row: Row) -> Row:
+def _measured(row: Row) -> Row:
     """A row without its number."""
     return {name: value for name, value in row.items() if name != 'round'}

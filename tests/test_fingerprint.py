@@ -13,9 +13,9 @@ import pytest
 import toys
 from test_contract import ALGORITHMS
 
-from fedjax_nc import fingerprint, heads, local, losses, models
+from fedjax_nc import _fingerprint, heads, local, losses, models
+from fedjax_nc._fingerprint import of_algorithm, of_arrays
 from fedjax_nc.algorithms import fedavg, fedprox
-from fedjax_nc.fingerprint import of_algorithm, of_arrays
 from fedjax_nc.objective import objective
 
 
@@ -110,7 +110,7 @@ def test_algorithms_are_told_apart_and_made_again_are_the_same():
 def test_it_is_the_same_in_every_process_and_beside_other_threads():
     code = (
         'import sys; sys.path.insert(0, sys.argv[1])\n'
-        'from test_contract import ALGORITHMS; from fedjax_nc.fingerprint import of_algorithm\n'
+        'from test_contract import ALGORITHMS; from fedjax_nc._fingerprint import of_algorithm\n'
         'print(*[of_algorithm(a) for a in ALGORITHMS.values()])'
     )
     told = {
@@ -148,4 +148,4 @@ def test_arrays_go_by_type_shape_and_value():
         {**base, 'b': np.float64(1)},
     ]
     assert len({of_arrays(a) for a in (base, *others)}) == 5
-    assert fingerprint.of_arrays(jnp.arange(3, dtype=jnp.int32)) == of_arrays(np.arange(3, dtype=np.int32))
+    assert _fingerprint.of_arrays(jnp.arange(3, dtype=jnp.int32)) == of_arrays(np.arange(3, dtype=np.int32))

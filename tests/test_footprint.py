@@ -30,7 +30,7 @@ def images(side, pool=200, clients=6, rows=64, classes=10):
 
 
 def peak(f, *args, held=0):
-    return footprint.peak(jax.make_jaxpr(f)(*args).jaxpr, held, 'cpu') / args[0].nbytes
+    return footprint._peak(jax.make_jaxpr(f)(*args).jaxpr, held, 'cpu') / args[0].nbytes
 
 
 ROW = jnp.ones(1000)
@@ -60,7 +60,7 @@ def test_only_what_the_platform_runs_is_counted():
         return jax.lax.platform_dependent(x, cpu=jnp.sin, default=lambda x: jnp.sin(x) * jnp.cos(x))
 
     jaxpr = jax.make_jaxpr(f)(ROW).jaxpr
-    assert [footprint.peak(jaxpr, 0, platform) / ROW.nbytes for platform in ('cpu', 'tpu')] == [2, 3]
+    assert [footprint._peak(jaxpr, 0, platform) / ROW.nbytes for platform in ('cpu', 'tpu')] == [2, 3]
 
 
 def test_inputs_of_somebody_else_are_not_counted():
@@ -168,14 +168,14 @@ def test_what_is_on_the_device_already_is_not_asked_for_again(data, monkeypatch)
     state = simulate.init(algorithm, toys.KEY, data)
     need = footprint.estimate(algorithm, state, data)
     missing = need.messages + need.chunk * need.lane
-    monkeypatch.setattr(footprint, 'available', lambda: missing)
+    monkeypatch.setattr(footprint, '_available', lambda: missing)
     assert footprint.check(algorithm, state, data) == need
     with pytest.raises(MemoryError):  # nothing of these is anywhere yet
         footprint.check(algorithm, shapes(algorithm, data), jax.eval_shape(lambda: data))
-    monkeypatch.setattr(footprint, 'available', lambda: missing - 1)
+    monkeypatch.setattr(footprint, '_available', lambda: missing - 1)
     with pytest.raises(MemoryError):
         footprint.check(algorithm, state, data)
-    monkeypatch.setattr(footprint, 'available', lambda: None)
+    monkeypatch.setattr(footprint, '_available', lambda: None)
     assert footprint.check(algorithm, state, data) == need
 
 
@@ -190,7 +190,7 @@ def test_an_accelerator_tells_what_its_allocator_has_left(monkeypatch):
         monkeypatch.setattr(
             jax, 'local_devices', lambda: [SimpleNamespace(platform=platform, memory_stats=lambda: stats)]
         )
-        return footprint.available()
+        return footprint._available()
 
     assert device('gpu', bytes_limit=1000, bytes_in_use=300, peak_bytes_in_use=900) == 700
     assert device('gpu') is None
@@ -219,4 +219,4 @@ def test_main_memory(files, want, tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert footprint.main_memory(str(tmp_path)) == want
+    assert footprint._main_memory(str(tmp_path)) == want

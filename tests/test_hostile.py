@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import checkpoints, simulate
+from fedjax_nc import _checkpoints, simulate
 from fedjax_nc.algorithms import fedavg
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ def agree(whole, out):
 def test_two_hundred_and_forty_flipped_bits_and_none_goes_unnoticed(tmp_path):
     algorithm = fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, persist_momentum=True)
     state = simulate.init(algorithm, toys.KEY, toys.ragged([30, 7, 60, 33]))
-    files, history = checkpoints.Files(tmp_path, {'algorithm': 'x'}), [{'round': 1, 'loss': 0.1234}, {'round': 2}]
+    files, history = _checkpoints.Files(tmp_path, {'algorithm': 'x'}), [{'round': 1, 'loss': 0.1234}, {'round': 2}]
     for round in (1, 2):
         files.save(round, state, toys.KEY, history[:round])
     rng, told = np.random.default_rng(0), {'refused': 0, 'harmless': 0}
@@ -83,7 +83,7 @@ def test_two_hundred_and_forty_flipped_bits_and_none_goes_unnoticed(tmp_path):
         path.write_bytes(bad)
         try:
             found, restored = files.read(2, state, toys.KEY)
-        except (checkpoints.DamagedError, checkpoints.CheckpointError):
+        except (_checkpoints.DamagedError, _checkpoints.CheckpointError):
             told['refused'] += 1
         else:
             assert found == history

@@ -39,7 +39,7 @@ def by_hand(key, variables, data, k, plan):
     params, opt = variables.params, toys.opt(0)
     state = opt.init(params)
     for e in range(plan.epochs):
-        order = np.asarray(local.shuffled(jax.random.split(jax.random.fold_in(key, e))[0], shard, 1))[:n]
+        order = np.asarray(local._shuffled(jax.random.split(jax.random.fold_in(key, e))[0], shard, 1))[:n]
         assert sorted(order) == sorted(np.asarray(shard.index)[:n])
         for at in range(0, n, plan.batch_size):
             rows = order[at : at + plan.batch_size]

@@ -10,6 +10,14 @@ import pytest
 
 pytest.importorskip('matplotlib')
 
+import matplotlib
+from matplotlib.collections import Collection
+from matplotlib.colors import to_rgb, to_rgba
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+
 from fedjax_nc import plots
 from fedjax_nc.data import federate
 
@@ -56,10 +64,11 @@ def test_tiles_show_the_images():
     figure = plots.example_tiles({'one': grey, 'two': (grey[:2, ..., None] / 255).astype(np.float32) + 2})
     (image,) = figure.axes[0].get_images()
     shown = np.asarray(image.get_array())
-    assert shown.shape == (9, 17)
-    np.testing.assert_allclose(shown[:4, 6:11], grey[1] / 255)
+    assert shown.shape == (9, 17, 4)
+    for channel in range(3):
+        np.testing.assert_allclose(shown[:4, 6:11, channel], grey[1] / 255)
     np.testing.assert_array_equal(shown[5:, :5], 1)  # cut off
-    np.testing.assert_array_equal(shown[4], 1)  # the gap between rows
+    np.testing.assert_array_equal(shown[4, :, 3], 0)  # the gap between rows, through which the page shows
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ['one', 'two']
     assert png(plots.example_tiles({'rgb': rng.random((2, 6, 6, 3))}))
     for wrong in ({}, {'a': grey, 'b': grey[:, :3]}, {'a': grey[0]}, {'a': rng.random((2, 6, 6, 4))}):
@@ -165,11 +174,172 @@ def test_boxes():
     assert png(figure)
 
 
-def test_twelve_curves_look_different():
-    figure = plots.accuracy_curves({str(i): ([1, 2], [0.1, 0.2]) for i in range(12)})
-    looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
-    assert len(looks) == 12
+def test_thirty_five_curves_look_different():
+    """Any two of them in two of colour, dashes and marker; those of one colour also in how markers are filled."""
+    figure = plots.accuracy_curves({str(i): (range(9), np.full(9, 0.1)) for i in range(35)})
+    lines = figure.axes[0].lines
+    looks = [(line.get_color(), str(line._dash_pattern), line.get_marker()) for line in lines]
+    for a, b in itertools.combinations(looks, 2):
+        assert sum(u != v for u, v in zip(a, b, strict=True)) >= 2
+    for i, j in itertools.combinations(range(21), 2):
+        if looks[i][0] == looks[j][0]:
+            assert lines[i].get_fillstyle() != lines[j].get_fillstyle()
+    assert all(len(line.get_markevery()) == 2 for line in lines)
+    assert len(figure.legends[0].get_texts()) == 35
     assert png(figure)
+
+
+def test_twenty_eight_bars_look_different():
+    figure = plots.grouped_bars({'one': {str(i): [1.0] for i in range(28)}}, ['all'])
+    looks = {(bar.get_facecolor(), bar.get_hatch()) for bar in figure.axes[0].patches}
+    assert len(looks) == 28
+
+
+def test_figures_say_what_bands_bars_and_boxes_are():
+    three, two = np.ones((3, 4)), np.ones((2, 4))
+    x = np.arange(4)
+    curves = plots.accuracy_curves({'a': (x, three), 'b': (x, three[0])})
+    assert curves.get_supxlabel() == 'Lines: means over 3 seeds; bands: one standard deviation to either side.'
+    panels = plots.curve_panels({'one': {'a': (x, three)}, 'two': {'a': (x, two)}})
+    assert 'over 2 to 3 seeds; bands: one' in panels.get_supxlabel()
+    bars = plots.grouped_bars({'one': {'a': three}, 'two': {'a': three}}, list('abcd'))
+    assert 'Bars: means over 3 seeds; lines: one standard' in bars.get_supxlabel()
+    boxes = plots.boxes({'one': {'a': [1, 2]}})
+    assert 'quartile, with the median' in ' '.join(boxes.get_supxlabel().split())
+    for alone in (plots.accuracy_curves({'a': (x, x)}), plots.grouped_bars({'one': {'a': [1]}}, ['a'])):
+        assert alone.get_supxlabel() == ''
+    renderer = boxes.canvas.get_renderer()
+    boxes.draw(renderer)
+    extent = (
+        boxes.texts[-1].get_window_extent(renderer) if boxes.texts else boxes._supxlabel.get_window_extent(renderer)
+    )
+    assert 0 <= extent.x0 < extent.x1 <= boxes.bbox.width
+
+
+def test_colour_bars_have_labels(clients):
+    matrices = {'counts': np.eye(3), 'norms': np.ones((3, 3))}
+
+    def labels(figure):
+        return [axes.get_ylabel() for axes in figure.axes if axes.get_label() == '<colorbar>']
+
+    assert labels(plots.heat_maps(matrices)) == ['counts', 'norms']
+    assert labels(plots.heat_maps(matrices, limits=(0, 1))) == ['value']
+    assert labels(plots.heat_maps(matrices, limits=(0, 1), label='cosine')) == ['cosine']
+    assert labels(plots.heat_maps({'counts': np.eye(3)}, limits=(0, 1))) == ['counts']
+    assert labels(plots.class_distribution(clients, 'bars')) == ['class']
+
+
+def every(clients):
+    """What makes a figure by each function."""
+    rng = np.random.default_rng(0)
+    x, seeds = np.arange(4), rng.random((3, 4))
+    return {
+        'bubble': lambda: plots.class_distribution(clients),
+        'bars': lambda: plots.class_distribution(clients, 'bars'),
+        'tiles': lambda: plots.example_tiles({'one': rng.random((3, 4, 4))}),
+        'curves': lambda: plots.accuracy_curves({str(i): (x, seeds) for i in range(5)}, title='title'),
+        'many curves': lambda: plots.accuracy_curves({str(i): (x, seeds) for i in range(9)}),
+        'panels': lambda: plots.curve_panels({'one': {'a': (x, seeds)}}),
+        'maps': lambda: plots.heat_maps({'a': seeds, 'b': seeds}),
+        'grouped': lambda: plots.grouped_bars({'one': {str(i): seeds[:, :2] for i in range(8)}}, ['x', 'y']),
+        'boxes': lambda: plots.boxes({'one': {'a': seeds[0], 'b': seeds[1]}}),
+    }
+
+
+def contrast(a, b):
+    """Of two colours, after WCAG 2."""
+
+    def luminance(color):
+        linear = [u / 12.92 if u <= 0.04045 else ((u + 0.055) / 1.055) ** 2.4 for u in to_rgb(color)]
+        return np.dot([0.2126, 0.7152, 0.0722], linear) + 0.05
+
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return high / low
+
+
+def colors(figure):
+    """The colours of all artists that have any of their own, by kind."""
+    axes = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+    grid = {id(tick.gridline) for axis in axes for tick in axis.get_major_ticks()}
+    text = [a.get_color() for a in figure.findobj(Text) if a.get_text()]
+    line = [a.get_color() for a in figure.findobj(Line2D) if id(a) not in grid and a.get_visible()]
+    marks = [a.get_markeredgecolor() for a in figure.findobj(Line2D) if a.get_marker() not in ('None', None, '')]
+    fills = [
+        color for a in figure.findobj(Collection) if a.get_array() is None for color in a.get_facecolor() if color[3]
+    ]
+    ground = [a.patch.get_facecolor() for a in (figure, *figure.axes)]
+    return {'text': text, 'lines': line + marks, 'fills': fills, 'ground': ground}
+
+
+@pytest.mark.parametrize('name', sorted(every(federate(np.zeros((2, 1)), [0, 1], [[0], [1]]))))
+def test_light_and_dark(clients, name):
+    figure = every(clients)[name]()
+    light = colors(figure)
+    night = plots.dark(figure)
+    shown = colors(night)
+    assert str(colors(figure)) == str(light)  # the one given is as it was
+    for ground, kinds in (('#ffffff', light), ('#14181e', shown)):
+        assert {to_rgba(color) for color in kinds['ground']} == {to_rgba(ground)}
+        assert all(contrast(color, ground) >= 4.5 for color in kinds['text'])
+    assert all(contrast(color, '#14181e') >= 4.4 for color in shown['lines'] + shown['fills'])
+    assert all(contrast(color, '#ffffff') >= 2 for color in light['lines'] + light['fills'])
+    for a, b in zip(light['fills'], shown['fills'], strict=True):
+        assert a[3] == b[3]  # as transparent as they were
+    for a, b in zip(figure.findobj(AxesImage), night.findobj(AxesImage), strict=True):
+        np.testing.assert_array_equal(a.get_array(), b.get_array())
+        assert a.get_cmap() == b.get_cmap()
+    assert [a.get_text() for a in night.findobj(Text)] == [a.get_text() for a in figure.findobj(Text)]
+    assert png(night)
+    image = np.asarray(night.canvas.buffer_rgba())
+    assert (image[0, 0] == np.round(255 * np.array(to_rgba('#14181e')))).all()
+
+
+def test_dark_knows_what_colours_mean(clients):
+    """Hues stay, black lines become white ones, a legend's frame stays hidden, bars' hatches turn with the page."""
+    figure = plots.accuracy_curves({str(i): ([1, 2], [0.1, 0.2]) for i in range(6)})
+    lines, night = figure.axes[0].lines, plots.dark(figure).axes[0]
+    for a, b in zip(lines[:6], night.lines[:6], strict=True):
+        u, v = (np.array(matplotlib.colors.rgb_to_hsv(to_rgb(line.get_color())))[0] for line in (a, b))
+        assert abs(u - v) < 0.01
+    assert night.get_legend().get_frame().get_edgecolor()[3] == 0
+    many = plots.dark(plots.accuracy_curves({str(i): ([1, 2], [0.1, 0.2]) for i in range(7)}))
+    assert min(to_rgb(many.axes[0].lines[6].get_color())) > 0.9
+    bars = plots.dark(plots.grouped_bars({'one': {str(i): [1] for i in range(8)}}, ['x']))
+    hatched = [bar for bar in bars.axes[0].findobj(Rectangle) if bar.get_hatch()]
+    assert hatched
+    assert all(to_rgba(bar.get_edgecolor()) == to_rgba('#14181e') for bar in hatched)
+
+
+def test_figures_do_not_depend_on_settings(clients):
+    plain = {name: colors(draw()) for name, draw in every(clients).items()}
+    with matplotlib.rc_context():
+        matplotlib.rcParams.update({
+            'figure.facecolor': 'black', 'axes.facecolor': 'black', 'text.color': 'white', 'axes.labelcolor': 'white',
+            'xtick.color': 'white', 'ytick.color': 'white', 'legend.facecolor': 'black',
+        })  # fmt: skip
+        settings = dict(matplotlib.rcParams)
+        for name, draw in every(clients).items():
+            figure = draw()
+            assert str(colors(figure)) == str(plain[name])
+            plots.dark(figure)
+        assert dict(matplotlib.rcParams) == settings
+
+
+def test_dark_refuses_what_cannot_be_copied():
+    figure = plots.accuracy_curves({'a': ([1, 2], [0.1, 0.2])})
+    figure.axes[0].xaxis.set_major_formatter(lambda value, place: '')
+    with pytest.raises(ValueError, match='cannot be copied'):
+        plots.dark(figure)
+
+
+def test_save_writes_both(tmp_path):
+    figure = plots.accuracy_curves({'a': ([1, 2], [0.1, 0.2])})
+    both = plots.save(figure, str(tmp_path / 'a.b.png'), dpi=50)
+    assert both == (tmp_path / 'a.b.png', tmp_path / 'a.b-dark.png')
+    light, night = (matplotlib.image.imread(path) for path in both)
+    assert light.shape == night.shape == (200, 320, 4)
+    np.testing.assert_allclose(light[0, 0], 1)
+    np.testing.assert_allclose(night[0, 0], to_rgba('#14181e'), atol=1e-6)
 
 
 def test_refusals(clients):
@@ -199,7 +369,7 @@ import sys
 import numpy as np
 from fedjax_nc import plots
 assert 'matplotlib' not in sys.modules
-plots.accuracy_curves({'a': ([1], [0.5])})
+plots.dark(plots.accuracy_curves({'a': ([1], [0.5])}))
 assert 'matplotlib.pyplot' not in sys.modules
 sys.modules['matplotlib.figure'] = None
 try:

@@ -124,10 +124,10 @@ def test_the_algorithms_own_aggregator_sees_only_the_noisy_mean(start):
 
 def test_messages_that_are_not_finite_are_dropped_and_small_ones_kept():
     small = {'a': jnp.array([0.1, -0.2]), 'b': (jnp.float32(0.05),)}
-    toys.same(privacy.clipped(small, 1.0), small)
+    toys.same(privacy._clipped(small, 1.0), small)
     for bad in (jnp.nan, jnp.inf):
-        toys.same(privacy.clipped({**small, 'b': (bad * jnp.ones(()),)}, 1.0), jax.tree.map(jnp.zeros_like, small))
-    large = privacy.clipped(jax.tree.map(lambda u: 100 * u, small), 1.0)
+        toys.same(privacy._clipped({**small, 'b': (bad * jnp.ones(()),)}, 1.0), jax.tree.map(jnp.zeros_like, small))
+    large = privacy._clipped(jax.tree.map(lambda u: 100 * u, small), 1.0)
     np.testing.assert_allclose(sum((u**2).sum() for u in leaves(large)), 1.0, rtol=1e-5)
     np.testing.assert_allclose(large['a'] / large['b'][0], small['a'] / small['b'][0], rtol=1e-5)
 

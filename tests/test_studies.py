@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from fedjax_nc import checkpoints, training
+from fedjax_nc import _checkpoints, training
 from fedjax_nc.experiments import Setting, pipeline, runner, scene, seeds, study
 from fedjax_nc.experiments.study import Study
 
@@ -334,8 +334,8 @@ def test_a_run_alone_that_diverges_does_not_stop_the_next(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from fedjax_nc import checkpoints
-with checkpoints.holding(Path(sys.argv[1])):
+from fedjax_nc import _checkpoints
+with _checkpoints.holding(Path(sys.argv[1])):
     print('held', flush=True)
     sys.stdin.read()
 """
@@ -382,7 +382,7 @@ def history(folder):
 
 def state(folder, round):
     """Fingerprints of the values in a checkpoint."""
-    run = checkpoints.Files(folder).load(round, run=ocp.args.JsonRestore())['run']
+    run = _checkpoints.Files(folder).load(round, run=ocp.args.JsonRestore())['run']
     return run['arrays'], run['key']
 
 

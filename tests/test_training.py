@@ -15,14 +15,15 @@ import pytest
 import toys
 
 from fedjax_nc import (
+    _checkpoints,
+    _progress,
+    _training,
     aggregators,
-    checkpoints,
     evaluate,
     footprint,
     local,
     population,
     privacy,
-    progress,
     simulate,
     training,
 )  # fmt: skip
@@ -138,7 +139,7 @@ def test_several_rounds_a_call_give_the_same_run(data, whole):
     ],
 )
 def test_calls_end_wherever_something_is_due(args, due, want):
-    assert list(training.calls(*args, lambda t: t in due)) == want
+    assert list(_training.calls(*args, lambda t: t in due)) == want
 
 
 def test_the_last_rounds_are_evaluated_whatever_the_interval(data):
@@ -235,7 +236,7 @@ def test_tables_are_renewed_when_a_run_is_resumed(data, whole, tmp_path):
 def test_a_flipped_bit_is_never_restored(data, tmp_path):
     """A bit of every file of a checkpoint, one at a time: the same arrays, or none."""
     state, history = begin(data), [{'round': 1, 'loss': 0.123456789}]
-    files = checkpoints.Files(tmp_path, {'algorithm': 'x'})
+    files = _checkpoints.Files(tmp_path, {'algorithm': 'x'})
     files.save(1, state, toys.KEY, history)
     rng, caught = np.random.default_rng(0), 0
     for path in sorted(p for p in (tmp_path / 'checkpoints' / '1').rglob('*') if p.is_file() and p.stat().st_size):
@@ -245,7 +246,7 @@ def test_a_flipped_bit_is_never_restored(data, tmp_path):
         path.write_bytes(bad)
         try:
             rows, restored = files.read(1, state, toys.KEY)
-        except (checkpoints.DamagedError, training.CheckpointError):
+        except (_checkpoints.DamagedError, training.CheckpointError):
             caught += 1
         else:
             assert rows == history
@@ -256,8 +257,8 @@ def test_a_flipped_bit_is_never_restored(data, tmp_path):
 
 def test_a_directory_is_held_by_one_run(data, tmp_path):
     code = (
-        'import sys, pathlib; from fedjax_nc import checkpoints\n'
-        'with checkpoints.holding(pathlib.Path(sys.argv[1])): print("held", flush=True); input()'
+        'import sys, pathlib; from fedjax_nc import _checkpoints\n'
+        'with _checkpoints.holding(pathlib.Path(sys.argv[1])): print("held", flush=True); input()'
     )
     args = [sys.executable, '-c', code, str(tmp_path)]
     with subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -268,7 +269,7 @@ def test_a_directory_is_held_by_one_run(data, tmp_path):
         holder.kill()  # a dead holder does not block
         holder.wait()
     assert [path.name for path in tmp_path.iterdir()] == ['.lock']
-    with checkpoints.holding(tmp_path):  # and whoever holds it may hold it again
+    with _checkpoints.holding(tmp_path):  # and whoever holds it may hold it again
         assert len(run(data, 1, out=tmp_path).history) == 1
 
 
@@ -283,19 +284,19 @@ def test_clients_with_no_loss_are_warned_of_even_under_a_mean(data):
 @pytest.mark.parametrize('what', ['arrays', 'description'])
 def test_whole_files_with_other_content_are_damaged_too(data, tmp_path, monkeypatch, what):
     """As if storage had returned the file of another round: nothing but the checksums can tell."""
-    files, state = checkpoints.Files(tmp_path), begin(data)
+    files, state = _checkpoints.Files(tmp_path), begin(data)
     with monkeypatch.context() as patched:
         if what == 'arrays':
-            patched.setattr(checkpoints.fingerprint, 'of_arrays', lambda tree: 32 * '0')
+            patched.setattr(_checkpoints._fingerprint, 'of_arrays', lambda tree: 32 * '0')
         else:
-            patched.setattr(checkpoints, 'checksum', lambda content: 32 * '0')
+            patched.setattr(_checkpoints, '_checksum', lambda content: 32 * '0')
         files.save(1, state, toys.KEY, [{'round': 1}])
-    with pytest.raises(checkpoints.DamagedError, match=f'its {what}'):
+    with pytest.raises(_checkpoints.DamagedError, match=f'its {what}'):
         files.read(1, state, toys.KEY)
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_left_where_it_is(data, tmp_path, monkeypatch):
-    files, state = checkpoints.Files(tmp_path), begin(data)
+    files, state = _checkpoints.Files(tmp_path), begin(data)
     for round in (1, 2):
         files.save(round, state, toys.KEY, round * [{'round': 1}])
 
@@ -314,7 +315,7 @@ def test_checkpoints_of_another_kind_are_not_called_damaged(data, tmp_path):
     training.run(algorithm, toys.KEY, kept, data, rounds=2, cohort=4, out=tmp_path, progress=False)
     with pytest.raises(training.CheckpointError, match=r'begun with a state of population.init, and '):
         run(data, 3, out=tmp_path, resume=True)
-    old = checkpoints.Files(tmp_path / 'old')
+    old = _checkpoints.Files(tmp_path / 'old')
     with old.manager() as manager:
         manager.save(1, args=ocp.args.Composite(
             run=ocp.args.JsonSave({'key': [0, 7], 'history': [{'round': 1}]})))  # fmt: skip
@@ -334,7 +335,7 @@ def test_a_run_is_resumed_with_other_numbers_that_change_nothing(data, whole, tm
 
 
 def test_a_checkpoint_that_is_not_written_is_an_error(data, tmp_path):
-    files = checkpoints.Files(tmp_path)
+    files = _checkpoints.Files(tmp_path)
     files.save(2, begin(data), toys.KEY, [{'round': 1}, {'round': 2}])
     with pytest.raises(training.CheckpointError, match='round 1 was not written'):
         files.save(1, begin(data), toys.KEY, [{'round': 1}])
@@ -376,8 +377,8 @@ def test_progress_is_lines_in_a_pipe(data, capsys):
 
 def test_the_time_that_is_left_is_that_of_rounds_alone(monkeypatch, capsys):
     now = iter([100.0, 160.0, 160.0, 160.0, 170.0, 170.0])  # a minute of compiling, then a second a round
-    monkeypatch.setattr(progress.time, 'monotonic', lambda: next(now))
-    with progress.Progress('toy', 0, 100) as bar:
+    monkeypatch.setattr(_progress.time, 'monotonic', lambda: next(now))
+    with _progress.Progress('toy', 0, 100) as bar:
         bar.compiling()
         bar.at(1, 'loss 1')
         bar.at(11, 'loss 1')
@@ -391,10 +392,10 @@ def test_progress_shows_loss_and_accuracy_however_narrow_the_terminal(monkeypatc
     monkeypatch.setenv('COLUMNS', str(columns))
     monkeypatch.setattr(sys, 'stderr', screen := Terminal())
     history = [{'round': 1, 'loss': 1.23456, 'accuracy': 0.51234, 'seconds': 0.5}]
-    with progress.Progress('fedavg', 0, 200) as bar:
+    with _progress.Progress('fedavg', 0, 200) as bar:
         bar.compiling()
         assert 'compiling' in screen.getvalue()
-        bar.at(12, training.shown(history, 8))
+        bar.at(12, _training.shown(history, 8))
     last = screen.getvalue().replace('\r', '\n').split('\n')
     assert any('12/200, loss 1.235, accuracy 0.512' in line[:columns] for line in last)
 
@@ -428,7 +429,7 @@ def test_a_run_that_cannot_fit_is_refused_before_its_first_round(data, tmp_path)
 
 
 def test_what_is_free_is_the_limit_unless_there_shall_be_none(data, whole, monkeypatch):
-    monkeypatch.setattr(footprint, 'available', lambda: 0)
+    monkeypatch.setattr(footprint, '_available', lambda: 0)
     with pytest.raises(MemoryError, match='no chunk would fit'):
         run(data, 1)
     assert without_time(run(data, 1, memory_limit=math.inf).history)[0]['loss'] == whole[0].history[0]['loss']

@@ -100,7 +100,7 @@ def test_a_choice_that_fails_costs_only_itself(monkeypatch):
     found = tuning.fastest(build, DATA, CHOICES, seconds=0.01)
     assert found.choice.chunk == 4
     assert found.tried[-1].problem == 'RESOURCE_EXHAUSTED: out of memory'
-    assert 'out of memory' in tuning.line(found.tried[-1])
+    assert 'out of memory' in tuning._line(found.tried[-1])
     with pytest.raises(RuntimeError, match='no choice runs here'):
         tuning.fastest(build, DATA, CHOICES[:1], seconds=0.01)
 

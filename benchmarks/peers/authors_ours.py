@@ -138,7 +138,7 @@ class Setting:
 
         shard = self.data.shard(k)
         k_order, k_batch = jax.random.split(jax.random.fold_in(key, e))
-        rows = local.shuffled(k_order, shard if index is None else shard._replace(index=index), BATCH)
+        rows = local._shuffled(k_order, shard if index is None else shard._replace(index=index), BATCH)
         rows = np.asarray(rows[: SIZES[k]])
         return self.batches(rows if index is None else np.array(self.rows[k])[rows], k_batch, k)
 

@@ -39,8 +39,8 @@ Transform = Callable[[Array], Array]
 class Message(NamedTuple):
     """What a client sends; of a symmetric scatter, the upper triangle is enough."""
 
-    classes: ClassRows  # class means [C, D] and counts [C]
-    scatter: Array  # as of `gaussians.scatter`
+    classes: ClassRows  #: class means [C, D] and counts [C]
+    scatter: Array  #: as of `gaussians.scatter`
 
 
 def tukey(power: float = 0.5, offset: float | None = None) -> Transform:
@@ -97,25 +97,25 @@ def calibrate(
       ValueError: for another covariance or a negative number; when joined, if the head has nothing to train.
     """
     checks.kind('objective', objective, Objective)
-    gaussians.known(covariance)
+    gaussians._known(covariance)
     checked('plan', plan)
     checks.whole('samples', samples, 0)
     checks.number('ridge', ridge)
-    psi = transform if transform is not None and samples else identity
-    before, after = (identity, psi) if raw_gaussians else (psi, identity)
+    psi = transform if transform is not None and samples else _identity
+    before, after = (_identity, psi) if raw_gaussians else (psi, _identity)
 
     def init(key: Array, data: FederatedData) -> fedavg.Server:
         return fedavg.Server(objective.init(key, data), (), jnp.int32(0))
 
     def init_client(key: Array, server: Any) -> tuple[()]:
-        trainable(server.variables)
+        _trainable(server.variables)
         return ()
 
     def client(key: Array, server: Any, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
         own = featurize(lambda batch: before(objective.features(server.variables, batch)[0]), shard, plan.batch_size)
         b = min(plan.batch_size, len(own.index))
         info = Info(jnp.float32(0), jnp.int32(0), shard.size, -(-shard.size // b) * b)
-        return client, statistics(own, covariance), info
+        return client, _statistics(own, covariance), info
 
     def server(key: Array, server: Any, aggregate: Aggregate) -> Any:
         if not samples:
@@ -165,7 +165,7 @@ def oracle(
     checks.number('fraction', fraction, high=1, open_low=True)
     k_pick, k_fit = jax.random.split(key)
     data = here(data)
-    v, psi = server.variables, transform or identity
+    v, psi = server.variables, transform or _identity
     rows = data.index[jnp.arange(data.index.shape[1]) < data.size[:, None]]
     rows = rows[jnp.lexsort((jax.random.uniform(k_pick, rows.shape), data.y[rows]))]  # class by class, each shuffled
     held = jnp.sum(data.counts, axis=0)
@@ -177,7 +177,7 @@ def oracle(
     return server._replace(variables=refit(k_fit, objective, v, seen, plan=plan, opt=opt)[0])
 
 
-def statistics(own: Shard, covariance: str = 'full') -> Message:
+def _statistics(own: Shard, covariance: str = 'full') -> Message:
     """What a client with features `own.x [N, D]`, as `local.featurize` makes them, tells about its classes."""
     weight = classwise.real(own)
     mean, count = classwise.means(own.x, own.y, weight, len(own.counts))
@@ -210,10 +210,10 @@ def refit(
 
     task = on_features(objective)._replace(loss=loss)
     opt = opt or sgd(0.01, momentum=0.9, weight_decay=0.0)(jnp.int32(0))
-    return finetune.fit(key, task, v, trainable(v), put, opt, shard, plan)
+    return finetune.fit(key, task, v, _trainable(v), put, opt, shard, plan)
 
 
-def trainable(v: Variables) -> Tree:
+def _trainable(v: Variables) -> Tree:
     """The parameters of the head; weights must be among them."""
     head = v.params['head']
     if all(leaf.ndim < 2 for leaf in jax.tree.leaves(head)):  # a temperature alone moves no decision
@@ -221,5 +221,5 @@ def trainable(v: Variables) -> Tree:
     return head
 
 
-def identity(z: Array) -> Array:
+def _identity(z: Array) -> Array:
     return z

@@ -28,12 +28,12 @@ from fedjax_nc.objective import objective
 
 class Message(NamedTuple):
     base: Any
-    gradients: ClassRows  # rows [C, C * D], those of `class_gradient` laid out flat
+    gradients: ClassRows  #: rows [C, C * D], those of `class_gradient` laid out flat
 
 
 class Memory(NamedTuple):
-    head: Tree  # the re-trained one, {'w' [D, C]}
-    features: Array  # F [C, m, D]
+    head: Tree  #: the re-trained one, {'w' [D, C]}
+    features: Array  #: F [C, m, D]
 
 
 def algorithm(
@@ -97,10 +97,10 @@ def algorithm(
         k_draw, k_images = jax.random.split(jax.random.fold_in(key, plan.epochs))  # training folds in smaller numbers
         v = server.variables
         own = featurize(lambda batch: task.features(v, batch)[0], shard, plan.batch_size, k_images if augment else None)
-        weight = drawn(k_draw, own, draw, repeats)
+        weight = _drawn(k_draw, own, draw, repeats)
 
         def of_class(c: Array) -> Array:
-            return class_gradient(server.extra.head, own.x, own.y, jnp.where(own.y == c, weight, 0.0)).reshape(-1)
+            return _class_gradient(server.extra.head, own.x, own.y, jnp.where(own.y == c, weight, 0.0)).reshape(-1)
 
         rows = jax.lax.map(of_class, jnp.arange(len(shard.counts)))
         client, message, info = inner.client(key, server, client, shard)
@@ -109,12 +109,12 @@ def algorithm(
     def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
         k_start, k_order = jax.random.split(key)
         old = server.extra
-        features = matched(old, aggregate.value['gradients'], match_steps, match_lr)
+        features = _matched(old, aggregate.value['gradients'], match_steps, match_lr)
         dim, classes = old.head['w'].shape
         start = heads.dense_init(k_start, dim, classes, bias)
         v = server.variables._replace(params={**server.variables.params, 'head': start})
         opt = retrain_opt(server.round)
-        v, _ = ccvr.refit(k_order, task, v, balanced(features), plan=retrain, opt=opt)
+        v, _ = ccvr.refit(k_order, task, v, _balanced(features), plan=retrain, opt=opt)
         server = inner.server(key, server, aggregate._replace(value=aggregate.value['base']))
         return server._replace(extra=tree.where(aggregate.clients > 0, Memory(v.params['head'], features), old))
 
@@ -128,7 +128,7 @@ def algorithm(
     return inner._replace(init=init, client=client, aggregate=joined, server=server, predict=predict)
 
 
-def class_gradient(head: Tree, z: Array, y: Array, weight: Array) -> Array:
+def _class_gradient(head: Tree, z: Array, y: Array, weight: Array) -> Array:
     """Gradient of `sum_i weight_i CE(head(z_i), y_i)` by the head: [C, D], with one more column for a bias."""
     logits = heads.dense(head, z)
     error = jax.nn.softmax(logits) - jax.nn.one_hot(y, logits.shape[-1])
@@ -136,7 +136,7 @@ def class_gradient(head: Tree, z: Array, y: Array, weight: Array) -> Array:
     return heads.product((weight[:, None] * error).T, inputs)
 
 
-def drawn(key: Array, own: Shard, draw: int, repeats: int) -> Array:
+def _drawn(key: Array, own: Shard, draw: int, repeats: int) -> Array:
     """Weights [N] with which a class's examples enter the mean of gradients on up to `draw` of them, drawn anew."""
     real = classwise.real(own) > 0
     label = jnp.where(real, own.y, len(own.counts))  # padding is a class of its own
@@ -152,7 +152,7 @@ def drawn(key: Array, own: Shard, draw: int, repeats: int) -> Array:
     return share / jnp.maximum(take, 1)[own.y]
 
 
-def row_distance(a: Array, b: Array) -> Array:
+def _row_distance(a: Array, b: Array) -> Array:
     """`sum_j 1 - a_j . b_j / (|a_j| |b_j| + 1e-6)` over rows of `[C, D]`, with a finite gradient at zero."""
 
     def length(u: Array) -> Array:
@@ -161,7 +161,7 @@ def row_distance(a: Array, b: Array) -> Array:
     return jnp.sum(1.0 - jnp.sum(a * b, axis=-1) / (length(a) * length(b) + 1e-6))
 
 
-def matched(memory: Memory, real: ClassRows, steps: int, lr: Array | float) -> Array:
+def _matched(memory: Memory, real: ClassRows, steps: int, lr: Array | float) -> Array:
     """Federated features after `steps` of descent on the distance of their gradients from `real`'s.
 
     Those of classes without weight are kept bit for bit.
@@ -170,8 +170,8 @@ def matched(memory: Memory, real: ClassRows, steps: int, lr: Array | float) -> A
 
     def gap(features: Array, c: Array, goal: Array) -> Array:
         y, weight = jnp.full(samples, c), jnp.full(samples, 1 / samples)
-        made = class_gradient(memory.head, features, y, weight)
-        return row_distance(goal.reshape(made.shape), made)
+        made = _class_gradient(memory.head, features, y, weight)
+        return _row_distance(goal.reshape(made.shape), made)
 
     slope = jax.vmap(jax.grad(gap))
 
@@ -182,7 +182,7 @@ def matched(memory: Memory, real: ClassRows, steps: int, lr: Array | float) -> A
     return jax.lax.fori_loop(0, steps, step, memory.features)
 
 
-def balanced(features: Array) -> Shard:
+def _balanced(features: Array) -> Shard:
     """Federated features `[C, m, D]` as a data set."""
     classes, samples, dim = features.shape
     n = classes * samples

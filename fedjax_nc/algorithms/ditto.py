@@ -24,8 +24,8 @@ from fedjax_nc.objective import predict as logits
 
 
 class Client(NamedTuple):
-    own: Tree  # what the client keeps under the base algorithm
-    personal: Variables  # v_k
+    own: Tree  #: what the client keeps under the base algorithm
+    personal: Variables  #: v_k
 
 
 def algorithm(
@@ -78,7 +78,7 @@ def algorithm(
         w = server.variables if reference == 'received' else fedavg.trained(server, message)
         opt = optax.chain(
             limit,
-            pull(w.params, lam),
+            _pull(w.params, lam),
             personal_opt(server.round),
         )
         v = client.personal
@@ -98,6 +98,6 @@ def algorithm(
     return inner._replace(init_client=init_client, client=client, predict=predict)
 
 
-def pull(w: Tree, lam: Array | float) -> optax.GradientTransformation:
+def _pull(w: Tree, lam: Array | float) -> optax.GradientTransformation:
     """Adds `lam (v - w)` to the gradient at v."""
     return optax.stateless(lambda gradient, v: tree.add(gradient, tree.sub(v, w), lam))

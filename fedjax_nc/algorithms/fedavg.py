@@ -40,13 +40,13 @@ Penalty = Callable[[Variables, Array, Batch, Any, Tree], Array]
 class Server(NamedTuple):
     variables: Variables
     opt: Tree
-    round: Array  # [] int32
-    extra: Any = ()  # whatever a method built on FedAvg must remember
+    round: Array  #: [] int32
+    extra: Any = ()  #: whatever a method built on FedAvg must remember
 
 
 class Message(NamedTuple):
-    delta: Tree  # change of the trained parameters
-    stats: Tree  # running statistics at the end
+    delta: Tree  #: change of the trained parameters
+    stats: Tree  #: running statistics at the end
 
 
 def trained(server: Server, message: Any) -> Variables:

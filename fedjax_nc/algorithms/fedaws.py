@@ -63,14 +63,14 @@ def algorithm(
 
     def init(key: Array, data: FederatedData) -> fedavg.Server:
         server = inner.init(key, data)
-        if not (movable(server.variables) or jax.tree.leaves(server.variables.fixed)):
+        if not (_movable(server.variables) or jax.tree.leaves(server.variables.fixed)):
             raise ValueError("FedAwS spreads the class vectors params['head']['w']: use a head such as heads.linear()")
         return server
 
     def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
         server = inner.server(key, server, aggregate)
         v = server.variables
-        if not movable(v) or 'head' not in fedavg.moving(aggregate.value):
+        if not _movable(v) or 'head' not in fedavg.moving(aggregate.value):
             return server
         w = v.params['head']['w']
         apart = jnp.where(aggregate.clients > 0, spread(w, margin, steps, spread_opt, nearest), w)
@@ -80,12 +80,12 @@ def algorithm(
     return inner._replace(init=init, server=server)
 
 
-def movable(v: Variables) -> bool:
+def _movable(v: Variables) -> bool:
     """Whether the head's class vectors are parameters."""
     return isinstance(v.params['head'], dict) and 'w' in v.params['head']
 
 
-def repulsion(w: Array, margin: Array | float, nearest: int | None = None) -> Array:
+def _repulsion(w: Array, margin: Array | float, nearest: int | None = None) -> Array:
     """What the server minimises, of class vectors `w [D, C]`: scalar, 0 where no two are closer than the margin."""
     classes = w.shape[1]
     unit = normalize(w.T)
@@ -102,7 +102,7 @@ def spread(
 
     def step(_: Array, carry: Tree) -> Tree:
         w, state = carry
-        updates, state = opt.update(jax.grad(repulsion)(w, margin, nearest), state, w)
+        updates, state = opt.update(jax.grad(_repulsion)(w, margin, nearest), state, w)
         return optax.apply_updates(w, updates), state
 
     return jax.lax.fori_loop(0, steps, step, (w, opt.init(w)))[0]

@@ -20,12 +20,12 @@ from fedjax_nc.local import ClientOptimizer
 
 
 class Norms(NamedTuple):
-    affine: dict[str, Array]  # scales and shifts by their path in `params`
+    affine: dict[str, Array]  #: scales and shifts by their path in `params`
     stats: Tree
 
 
 class Client(NamedTuple):
-    own: Tree  # what the client keeps under the base algorithm
+    own: Tree  #: what the client keeps under the base algorithm
     norms: Norms
 
 
@@ -59,7 +59,7 @@ def algorithm(
         return Client(inner.init_client(key, server), norms(server.variables))
 
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
-        mine = holding(server, client.norms)
+        mine = _holding(server, client.norms)
         own, message, info = inner.client(key, mine, client.own, shard)
         message = fedavg.sent(message)
         v = fedavg.trained(mine, message)
@@ -69,7 +69,7 @@ def algorithm(
     def predict(server: fedavg.Server, client: Client | None, x: Array) -> Array:
         if client is None:
             return inner.predict(server, None, x)
-        return inner.predict(holding(server, client.norms), client.own, x)
+        return inner.predict(_holding(server, client.norms), client.own, x)
 
     return inner._replace(init_client=init_client, client=client, predict=predict)
 
@@ -80,24 +80,24 @@ def norms(v: Variables) -> Norms:
     Raises:
       ValueError: if it has none.
     """
-    normed = {layer(path) for path, _ in tree_leaves_with_path({'body': v.stats})} - {'body'}
+    normed = {_layer(path) for path, _ in tree_leaves_with_path({'body': v.stats})} - {'body'}
     affine = {
         keystr(path): leaf
         for path, leaf in tree_leaves_with_path(v.params)
-        if 'BatchNorm' in keystr(path) or layer(path) in normed
+        if 'BatchNorm' in keystr(path) or _layer(path) in normed
     }
     if not affine:
         raise ValueError("FedBN needs a model with BatchNorm layers, such as ResNet20(norm='batch')")
     return Norms(affine, v.stats)
 
 
-def layer(path: Any) -> str:
+def _layer(path: Any) -> str:
     """The name of the layer to which a leaf belongs; in equinox and haiku statistics are a level below it."""
     name = keystr(path, simple=True, separator='.').rpartition('.')[0]
     return re.sub(r'(\.(batch|ema)_state_index|/~/(mean|var)_ema)$', '', name)
 
 
-def holding(server: fedavg.Server, own: Norms) -> fedavg.Server:
+def _holding(server: fedavg.Server, own: Norms) -> fedavg.Server:
     """The server as a client with those layers sees it."""
     v = server.variables
     params = tree_map_with_path(lambda path, leaf: own.affine.get(keystr(path), leaf), v.params)

@@ -25,9 +25,9 @@ from fedjax_nc.local import ClientOptimizer, clipping
 
 
 class Dual(NamedTuple):
-    lam: Tree  # like the trained parameters: the mean of all clients' `lam_k`
-    clients: Array  # [] float32, clients of the population that hold examples
-    examples: Array  # [] float32, examples of the population
+    lam: Tree  #: like the trained parameters: the mean of all clients' `lam_k`
+    clients: Array  #: [] float32, clients of the population that hold examples
+    examples: Array  #: [] float32, examples of the population
 
 
 def algorithm(
@@ -79,7 +79,7 @@ def algorithm(
         dual = server.extra
         share = shard.size * dual.clients / dual.examples  # N p_k
         strength = alpha / jnp.where(share > 0, share, 1.0) if by_examples else alpha
-        pull = anchored(tree.sub(trained(server), lam), strength)
+        pull = _anchored(tree.sub(trained(server), lam), strength)
         moved = training(lambda round: optax.chain(clipped, pull, client_opt(round)))
         _, message, info = moved.client(key, server, (), shard)
         return tree.add(lam, message.delta), message, info
@@ -95,7 +95,7 @@ def algorithm(
     )
 
 
-def anchored(anchor: Tree, alpha: Array | float) -> optax.GradientTransformation:
+def _anchored(anchor: Tree, alpha: Array | float) -> optax.GradientTransformation:
     """Adds the gradient `alpha (y - anchor)` of a quadratic anchor to that of the parameters y."""
     return optax.stateless(
         lambda gradient, params: jax.tree.map(lambda g, y, a: g + alpha * (y - a), gradient, params, anchor)

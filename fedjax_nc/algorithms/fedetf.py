@@ -88,7 +88,7 @@ def adapt_features(
         trained = {'body': mine.params['body'], 'head': head if released else {'scale': head['scale']}}
         return finetune.fit(key, task, mine, trained, put, client_opt(server.round), shard, plan)
 
-    return of_fedetf(finetune.stage(task, tune))
+    return _of_fedetf(finetune.stage(task, tune))
 
 
 def alternate(
@@ -144,7 +144,7 @@ def alternate(
         tuned, infos = jax.lax.scan(cycle, mine, jax.random.split(key, cycles))
         return tuned, jax.tree.map(jnp.sum, infos)._replace(loss=infos.loss[-1])
 
-    return of_fedetf(finetune.stage(task, tune))
+    return _of_fedetf(finetune.stage(task, tune))
 
 
 def personalize(
@@ -171,7 +171,7 @@ def personalize(
     return second._replace(client=client)
 
 
-def of_fedetf(stage: Algorithm) -> Algorithm:
+def _of_fedetf(stage: Algorithm) -> Algorithm:
     """A stage that begins with a model of FedETF only."""
 
     def init_client(key: Array, server: fedavg.Server) -> Variables:

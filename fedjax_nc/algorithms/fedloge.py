@@ -26,18 +26,18 @@ from fedjax_nc.objective import masked_mean, objective, on_features
 
 
 class Client(NamedTuple):
-    own: Tree  # what the client keeps under the base algorithm
-    head: Tree  # phi_k = {'w' [D, C]}
-    seen: Array  # [] bool, whether it was ever trained
+    own: Tree  #: what the client keeps under the base algorithm
+    head: Tree  #: phi_k = {'w' [D, C]}
+    seen: Array  #: [] bool, whether it was ever trained
 
 
 class Personal(NamedTuple):
     """A client of `realign`."""
 
-    head: Tree  # phi_k
-    seen: Array  # [] bool, whether federated training ever trained it
-    realigned: Tree  # phi'_k
-    allowed: Array  # [C] bool, classes of its training data
+    head: Tree  #: phi_k
+    seen: Array  #: [] bool, whether federated training ever trained it
+    realigned: Tree  #: phi'_k
+    allowed: Array  #: [C] bool, classes of its training data
 
 
 def algorithm(
@@ -75,7 +75,7 @@ def algorithm(
     if 'parts' in kwargs:
         raise ValueError('FedLoGe trains the body and both heads: it takes no `parts`')
     head = heads.etf(project=False, unit_features=False, learn_scale=False, frame=frame)
-    frozen = objective(model, biased(head) if frozen_bias else head, losses.cross_entropy)
+    frozen = objective(model, _biased(head) if frozen_bias else head, losses.cross_entropy)
 
     def first(key: Array, data: FederatedData) -> Variables:
         v = frozen.init(key, data)
@@ -117,7 +117,7 @@ def algorithm(
     return inner._replace(init_client=init_client, client=client, predict=predict)
 
 
-def biased(head: Head) -> Head:
+def _biased(head: Head) -> Head:
     """The head with a bias in `fixed`, uniform in `+-1 / sqrt(D)`, that nothing ever moves."""
 
     def init(key: Array, dim: int, classes: int) -> tuple[Tree, Tree]:

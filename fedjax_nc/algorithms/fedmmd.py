@@ -66,10 +66,10 @@ def mmd(a: Array, b: Array, mask: Array) -> Array:
     a, b = (jnp.where(mask[:, None], u, 0).astype(jnp.float32) for u in (a, b))
     pairs = mask[:, None] & mask
     count = jnp.sum(mask, dtype=jnp.float32)
-    aa, bb, ab = (jnp.where(pairs, square_distances(u, v), 0.0) for u, v in ((a, a), (b, b), (a, b)))
+    aa, bb, ab = (jnp.where(pairs, _square_distances(u, v), 0.0) for u, v in ((a, a), (b, b), (a, b)))
     apart = jnp.sum(aa + bb + 2.0 * ab) / jnp.maximum(2.0 * count * (2.0 * count - 1.0), 1.0)
     length = jnp.sum(jnp.square(a) + jnp.square(b)) / jnp.maximum(2.0 * count, 1.0)
-    width = jax.lax.stop_gradient(jnp.maximum(apart, FLOOR * length + 1e-8))  # all rows may be zero
+    width = jax.lax.stop_gradient(jnp.maximum(apart, _FLOOR * length + 1e-8))  # all rows may be zero
 
     def kernel(distance: Array) -> Array:
         return sum((jnp.exp(-distance / (2.0**i * width)) for i in range(-2, 3)), jnp.float32(0))
@@ -79,39 +79,39 @@ def mmd(a: Array, b: Array, mask: Array) -> Array:
     return jnp.where(count > 1, jnp.sum(joined) / jnp.maximum(count, 1.0) ** 2, 0.0)
 
 
-FLOOR = 1e-4
+_FLOOR = 1e-4
 """Least bandwidth for features of length 1, that of rows 0.01 apart. Batches of 16 and 32 had from 6e-4 (six dense
 layers at their random start) to 1.3."""
 
-BLOCK = 2**18
+_BLOCK = 2**18
 """Most differences of features that are traced at once: what `footprint` counts; XLA keeps fewer."""
 
 
 @jax.custom_vjp
-def square_distances(u: Array, v: Array) -> Array:
+def _square_distances(u: Array, v: Array) -> Array:
     """`|u_i - v_j|^2` of the rows of `u [n, D]` and `v [m, D]`: [n, m].
 
     Sums of squared differences, and gradients sums of differences: `|u|^2 + |v|^2 - 2 u.v` has no digit left where rows
     nearly coincide, as those of the same example do. Nothing of size n m D is kept.
     """
-    return by_rows(lambda row: jnp.sum(jnp.square(row - v), axis=1), v.size, u)
+    return _by_rows(lambda row: jnp.sum(jnp.square(row - v), axis=1), v.size, u)
 
 
-def forward(u: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-    return square_distances(u, v), (u, v)
+def _forward(u: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _square_distances(u, v), (u, v)
 
 
-def backward(rows: tuple[Array, Array], slope: Array) -> tuple[Array, Array]:
+def _backward(rows: tuple[Array, Array], slope: Array) -> tuple[Array, Array]:
     def pull(u: Array, v: Array, slope: Array) -> Array:
-        return by_rows(lambda row, s: 2.0 * jnp.sum(s[:, None] * (row - v), axis=0), v.size, u, slope)
+        return _by_rows(lambda row, s: 2.0 * jnp.sum(s[:, None] * (row - v), axis=0), v.size, u, slope)
 
     u, v = rows
     return pull(u, v, slope), pull(v, u, slope.T)
 
 
-square_distances.defvjp(forward, backward)
+_square_distances.defvjp(_forward, _backward)
 
 
-def by_rows(fn: Callable[..., Array], size: int, *args: Array) -> Array:
+def _by_rows(fn: Callable[..., Array], size: int, *args: Array) -> Array:
     """`vmap` of a function that makes `size` numbers on its way, in blocks that make `BLOCK`."""
-    return jax.lax.map(lambda row: fn(*row), args, batch_size=max(1, BLOCK // size))
+    return jax.lax.map(lambda row: fn(*row), args, batch_size=max(1, _BLOCK // size))

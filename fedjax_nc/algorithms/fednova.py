@@ -26,8 +26,8 @@ from fedjax_nc.local import ClientOptimizer
 
 class Message(NamedTuple):
     base: fedavg.Message
-    reach: Array  # [] float32, eta |a_k|: how far a constant unit gradient moves a parameter
-    free: Array  # [] float32, eta t_k: how far it would without anchor
+    reach: Array  #: [] float32, `eta |a_k|`: how far a constant unit gradient moves a parameter
+    free: Array  #: [] float32, eta t_k: how far it would without anchor
 
 
 def algorithm(
@@ -66,8 +66,8 @@ def algorithm(
     def client(key: Array, server: fedavg.Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
         client, message, info = base.client(key, server, client, shard)
         opt = client_opt(server.round)
-        free = reach(opt, info.steps)
-        return client, Message(message, free if mu is None else reach(opt, info.steps, mu), free), info
+        free = _reach(opt, info.steps)
+        return client, Message(message, free if mu is None else _reach(opt, info.steps, mu), free), info
 
     def partial(messages: Message, *rest: Any) -> Tree:
         direction = jax.vmap(tree.scale)(messages.base.delta, 1.0 / jnp.where(messages.reach > 0, messages.reach, 1.0))
@@ -82,7 +82,7 @@ def algorithm(
     return base._replace(client=client, aggregate=Aggregator(partial, finish))
 
 
-def reach(opt: optax.GradientTransformation, steps: Array, mu: Array | float = 0.0) -> Array:
+def _reach(opt: optax.GradientTransformation, steps: Array, mu: Array | float = 0.0) -> Array:
     """How far `steps` of `opt` move a number along a constant unit gradient, against an anchor: [] float32.
 
     It is `eta |a|_1`. Weight decay has no part in it, as it counts as gradient; nor has clipping, without an anchor.

@@ -17,8 +17,8 @@ from fedjax_nc.local import ClientOptimizer, Plan
 
 
 class Client(NamedTuple):
-    own: Tree  # what the client keeps under the base algorithm
-    head: Tree  # W_k
+    own: Tree  #: what the client keeps under the base algorithm
+    head: Tree  #: W_k
 
 
 def algorithm(

@@ -26,8 +26,8 @@ from fedjax_nc.objective import predict as logits
 
 
 class Prototypes(NamedTuple):
-    rows: Array  # [C, D]
-    valid: Array  # [C] bool, whether any client has sent this one yet
+    rows: Array  #: [C, D]
+    valid: Array  #: [C] bool, whether any client has sent this one yet
 
 
 def algorithm(

@@ -27,18 +27,18 @@ from fedjax_nc.objective import masked_mean, objective, on_features
 
 
 class Client(NamedTuple):
-    own: Tree  # what the client keeps under the base algorithm
-    head: Tree  # P_k; () where a network makes it
-    share: Array  # [C] pi_k; uniform before the first participation
+    own: Tree  #: what the client keeps under the base algorithm
+    head: Tree  #: P_k; () where a network makes it
+    share: Array  #: [C] pi_k; uniform before the first participation
 
 
 class Personal(NamedTuple):
     """A form of the personal head."""
 
-    init: Callable[[Array, Tree, int, int], Tree]  # (key, generic head, D, C) -> params
-    logits: Callable[[Tree, Array, Array], Array]  # (params, pi_k [C], h [B, D]) -> [B, C]
-    classes: Callable[[Tree], int]  # params -> C
-    private: bool  # whether params stay with the client, or are averaged
+    init: Callable[[Array, Tree, int, int], Tree]  #: (key, generic head, D, C) -> params
+    logits: Callable[[Tree, Array, Array], Array]  #: (params, pi_k [C], h [B, D]) -> [B, C]
+    classes: Callable[[Tree], int]  #: params -> C
+    private: bool  #: whether params stay with the client, or are averaged
 
 
 def linear(start: str = 'generic') -> Personal:
@@ -128,7 +128,7 @@ def algorithm(
     def beside(v: Variables, z: Array, batch: Batch) -> Array:
         """The personal head's loss, which moves nothing else."""
         z, given = jax.lax.stop_gradient((z, generic.logits(v, z)))
-        logits = given + personal.logits(v.params['personal'], shares(batch.counts), z)
+        logits = given + personal.logits(v.params['personal'], _shares(batch.counts), z)
         return masked_mean(losses.cross_entropy(logits, batch.y), batch.mask)
 
     def both(v: Variables, z: Array, batch: Batch) -> Array:
@@ -167,7 +167,7 @@ def algorithm(
 
     def init_client(key: Array, server: fedavg.Server) -> Client:
         first = server.variables.params['personal']
-        share = shares(jnp.zeros(personal.classes(first), jnp.int32))
+        share = _shares(jnp.zeros(personal.classes(first), jnp.int32))
         return Client(local.init_client(key, server), first if personal.private else (), share)
 
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
@@ -181,7 +181,7 @@ def algorithm(
         end, sent = v.params['personal'], {name: message.delta[name] for name in ('body', 'head')}
         if not personal.private:
             sent['personal'] = tree.sub(end, server.variables.params['personal'])
-        kept = Client(own, end if personal.private else (), shares(shard.counts))
+        kept = Client(own, end if personal.private else (), _shares(shard.counts))
         return kept, message._replace(delta=sent), info
 
     def predict(server: fedavg.Server, client: Client | None, x: Array) -> Array:
@@ -193,7 +193,7 @@ def algorithm(
     return Algorithm(init, init_client, client, shared.aggregate, shared.server, predict)
 
 
-def shares(counts: Array) -> Array:
+def _shares(counts: Array) -> Array:
     """Class shares `pi_k [C]` of a client with those counts, floored so that their logs are finite."""
     n = jnp.maximum(counts.astype(jnp.float32), 1e-12)
     return n / jnp.sum(n)

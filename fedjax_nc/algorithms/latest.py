@@ -14,9 +14,9 @@ from fedjax_nc.base import Algorithm, Array, Info, Shard, Tree, Variables
 
 
 class Latest(NamedTuple):
-    own: Tree  # what the client keeps under the algorithm itself
-    variables: Variables  # the model at the end of its last local work
-    round: Array  # [] int32, the round of that work, from 0; -1 before the first
+    own: Tree  #: what the client keeps under the algorithm itself
+    variables: Variables  #: the model at the end of its last local work
+    round: Array  #: [] int32, the round of that work, from 0; -1 before the first
 
 
 def keep(algorithm: Algorithm) -> Algorithm:

@@ -28,8 +28,8 @@ Preprocess = Callable[[Array, Array | None], Array]
 
 
 class Client(NamedTuple):
-    own: Tree  # what the client keeps under FedAvg itself
-    previous: Variables  # the model at the end of its last local work, without `fixed`
+    own: Tree  #: what the client keeps under FedAvg itself
+    previous: Variables  #: the model at the end of its last local work, without `fixed`
 
 
 def algorithm(

@@ -30,18 +30,18 @@ from fedjax_nc.local import ClientOptimizer, Plan, clipping, joined
 
 
 class Control(NamedTuple):
-    c: Tree  # like the trained parameters: the mean of all clients' variates
-    total: Array  # [] float32, clients that hold examples, or examples, in the population
+    c: Tree  #: like the trained parameters: the mean of all clients' variates
+    total: Array  #: [] float32, clients that hold examples, or examples, in the population
 
 
-class Met(NamedTuple):
+class _Met(NamedTuple):
     total: Tree  # gradients times their weights
     weight: Array  # [] float32, the sum of these
 
 
 class Message(NamedTuple):
     base: fedavg.Message
-    control: Tree  # change of the client's variate
+    control: Tree  #: change of the client's variate
 
 
 Weigh = Callable[[Array], Array | float]
@@ -106,7 +106,7 @@ def algorithm(
         weigh: Weigh,
     ) -> tuple[Tree, fedavg.Message, Info]:
         """Local work under a correction, after the mean of the gradients that it met."""
-        corrected = training(lambda round: optax.chain(clipped, correcting(correction, weigh), opt(round)), plan)
+        corrected = training(lambda round: optax.chain(clipped, _correcting(correction, weigh), opt(round)), plan)
         (_, met, _), message, info = corrected.client(key, server, corrected.init_client(key, server), shard)
         return tree.scale(met.total, 1.0 / jnp.maximum(met.weight, 1.0)), message, info
 
@@ -140,11 +140,11 @@ def algorithm(
     )
 
 
-def correcting(correction: Tree, weigh: Weigh) -> optax.GradientTransformation:
+def _correcting(correction: Tree, weigh: Weigh) -> optax.GradientTransformation:
     """Adds `correction` to every gradient; its state adds up the gradients that came in."""
 
-    def update(gradient: Tree, met: Met, params: Tree | None = None) -> tuple[Tree, Met]:
+    def update(gradient: Tree, met: _Met, params: Tree | None = None) -> tuple[Tree, _Met]:
         w = weigh(met.weight)
-        return tree.add(gradient, correction), Met(tree.add(met.total, gradient, w), met.weight + w)
+        return tree.add(gradient, correction), _Met(tree.add(met.total, gradient, w), met.weight + w)
 
-    return optax.GradientTransformation(lambda params: Met(tree.zeros(params), jnp.float32(0)), update)
+    return optax.GradientTransformation(lambda params: _Met(tree.zeros(params), jnp.float32(0)), update)

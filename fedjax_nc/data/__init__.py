@@ -1,15 +1,15 @@
 """Data for federated learning.
 
-partition: labels -> which examples lie on which client
-features: clients that see the same things differently
-federated: a pool and a partition -> `FederatedData`; local test splits
-dataset: what a data set is, and parts of one
-host: the same for pools that do not fit on the device
-sources: data sets by name
-folders, femnist: folders of images; LEAF's writers
-files, tables, hub: data sets from a user's own `.npz`, CSV and Parquet files, and of Hugging Face
-images: preprocessing and augmentation on the device
-synthetic: small made-up data sets
+- partition: labels -> which examples lie on which client
+- features: clients that see the same things differently
+- federated: a pool and a partition -> `FederatedData`; local test splits
+- dataset: what a data set is, and parts of one
+- host: the same for pools that do not fit on the device
+- sources: data sets by name
+- folders, femnist: folders of images; LEAF's writers
+- files, tables, hub: data sets from a user's own `.npz`, CSV and Parquet files, and of Hugging Face
+- images: preprocessing and augmentation on the device
+- synthetic: small made-up data sets
 """
 
 from fedjax_nc.data import images

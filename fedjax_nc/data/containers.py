@@ -29,8 +29,8 @@ class Container(NamedTuple):
     """Files by name, in order: names have '/' between folders, and the folder that all share is left out."""
 
     path: Path
-    files: dict[str, int]  # sizes
-    contents: Callable[[Iterable[str]], Iterator[tuple[str, bytes]]]  # of some of them, in any order
+    files: dict[str, int]  #: sizes
+    contents: Callable[[Iterable[str]], Iterator[tuple[str, bytes]]]  #: of some of them, in any order
 
     def text(self, name: str) -> str:
         """One file as text.

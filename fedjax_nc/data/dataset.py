@@ -12,15 +12,15 @@ from fedjax_nc.data import arguments
 class Dataset(NamedTuple):
     """Labelled examples in host memory, or mapped into it from a file."""
 
-    x_train: NDArray[Any]  # [n, ...]: images are uint8 [n, H, W, ch], rows of tables float32 [n, features]
-    y_train: NDArray[np.int32]  # [n] in [0, num_classes)
+    x_train: NDArray[Any]  #: [n, ...]: images are uint8 [n, H, W, ch], rows of tables float32 [n, features]
+    y_train: NDArray[np.int32]  #: [n] in [0, num_classes)
     x_test: NDArray[Any]
     y_test: NDArray[np.int32]
     num_classes: int
     name: str
-    classes: tuple[str, ...] | None = None  # their names, where there are any
-    clients_train: NDArray[np.int32] | None = None  # [n] whose example it is, from 0, where the data say so
-    clients_test: NDArray[np.int32] | None = None  # None, too, where the test set is nobody's
+    classes: tuple[str, ...] | None = None  #: their names, where there are any
+    clients_train: NDArray[np.int32] | None = None  #: [n] whose example it is, from 0, where the data say so
+    clients_test: NDArray[np.int32] | None = None  #: None, too, where the test set is nobody's
 
 
 class DatasetUnavailableError(RuntimeError):

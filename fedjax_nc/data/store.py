@@ -28,16 +28,16 @@ class Source(NamedTuple):
     """A data set that TFDS prepares, and the official files that it is made of."""
 
     name: str
-    files: tuple[str, ...]  # as they lie in the data directory
-    base: str  # URL of the folder that they come from
-    read: Callable[[Any, Path], Splits]  # of this and the data directory
-    labels: dict[str, int]  # the kinds of labels of an image, and how many classes each tells apart
-    sizes: tuple[int, int]  # training and test images
-    prepared: str  # TFDS's name, and its configuration
-    version: str  # of TFDS's layout
+    files: tuple[str, ...]  #: as they lie in the data directory
+    base: str  #: URL of the folder that they come from
+    read: Callable[[Any, Path], Splits]  #: of this and the data directory
+    labels: dict[str, int]  #: the kinds of labels of an image, and how many classes each tells apart
+    sizes: tuple[int, int]  #: training and test images
+    prepared: str  #: TFDS's name, and its configuration
+    version: str  #: of TFDS's layout
     shape: tuple[int, int, int] = (32, 32, 3)
-    ids: str = ''  # what TFDS calls an image by its split and place, which run in the order of the official files
-    sideways: bool = False  # whether rows and columns of TFDS's images are swapped
+    ids: str = ''  #: what TFDS calls an image by its split and place, which run in the order of the official files
+    sideways: bool = False  #: whether rows and columns of TFDS's images are swapped
 
     @property
     def num_classes(self) -> int:

@@ -1,19 +1,19 @@
 """Experiments: runs and studies as plain data, and the one place where they are carried out. Names and files live
 here; the floors below are functions without any.
 
-setting: what tells one run from another, read from JSON or TOML and written as JSON
-parts: heads, losses, server optimizers and frames by name
-recipes: methods by name, and how one's own has one
-scene: from a setting to its data and its method
-measures: what is measured of a run
-pipeline: a run from its data to its summary
-seeds: runs that differ in their seed alone, in one program
-geometry: frames, measured without training
-study: methods x scenes x seeds, and published tables (`tables/*.toml`)
-runner: carries out what is missing of a study
-report, figures: what a study has found
-traffic, provenance: bytes that are sent; versions, commit, processor, memory
-command: a run from a command line; `python -m fedjax_nc.experiments` is that of studies
+- setting: what tells one run from another, read from JSON or TOML and written as JSON
+- parts: heads, losses, server optimizers and frames by name
+- recipes: methods by name, and how one's own has one
+- scene: from a setting to its data and its method
+- measures: what is measured of a run
+- pipeline: a run from its data to its summary
+- seeds: runs that differ in their seed alone, in one program
+- geometry: frames, measured without training
+- study: methods x scenes x seeds, and published tables (`tables/*.toml`)
+- runner: carries out what is missing of a study
+- report, figures: what a study has found
+- traffic, provenance: bytes that are sent; versions, commit, processor, memory
+- command: a run from a command line; `python -m fedjax_nc.experiments` is that of studies
 """
 
 from fedjax_nc.experiments import recipes as recipes

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from fedjax_nc import checkpoints, checks, frames
+from fedjax_nc import _checkpoints, checks, frames
 from fedjax_nc.experiments import provenance
 from fedjax_nc.experiments.setting import Plain
 
@@ -46,7 +46,7 @@ class Geometry(Plain):
 def run(setting: Geometry, out: str | Path) -> dict[str, Any]:
     """Makes the frame and measures it. Writes `config.json` and `summary.json` into `out`, and returns the summary."""
     out, begun = Path(out), time.perf_counter()
-    with checkpoints.holding(out):
+    with _checkpoints.holding(out):
         made = {name: value for name, value in setting.plain().items() if name not in ('dim', 'classes', 'seed')}
         frame = frames.sparse_etf(jax.random.key(setting.seed), setting.dim, setting.classes, **made)
         seen = frames.frame_quality(frame)._asdict()
@@ -56,5 +56,5 @@ def run(setting: Geometry, out: str | Path) -> dict[str, Any]:
             **provenance.about(),
         }
         for name, content in (('config', setting.plain()), ('summary', summary)):
-            checkpoints.replace(out / f'{name}.json', json.dumps(content, indent=2) + '\n')
+            _checkpoints.replace(out / f'{name}.json', json.dumps(content, indent=2) + '\n')
     return summary

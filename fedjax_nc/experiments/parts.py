@@ -25,14 +25,14 @@ class Recipe(NamedTuple):
     """A method from training to personal models."""
 
     train: Algorithm
-    personalize: Algorithm | None = None  # a stage of one round on all clients; None if training makes personal models
-    calibrate: Algorithm | None = None  # a stage of one round on all clients before it, which makes the generic model
-    enter: Callable[[Algorithm, Array, State, FederatedData], State] = join  # how personalisation begins
-    refines: bool = False  # whether the generic model is more than what was trained
-    variants: Mapping[str, Algorithm] = {}  # other stages in the place of `personalize`
-    generic: bool = True  # whether there is a generic model
-    oracle: tuple[Algorithm, Callable[[Array, State, FederatedData], State]] | None = None  # what predicts with a model
-    # refitted on all real features, NOT a federated method, and the refit
+    personalize: Algorithm | None = None  #: a stage of one round on all clients; None if training makes personal models
+    calibrate: Algorithm | None = None  #: a stage of one round on all clients before it, which makes the generic model
+    enter: Callable[[Algorithm, Array, State, FederatedData], State] = join  #: how personalisation begins
+    refines: bool = False  #: whether the generic model is more than what was trained
+    variants: Mapping[str, Algorithm] = {}  #: other stages in the place of `personalize`
+    generic: bool = True  #: whether there is a generic model
+    #: what predicts with a model refitted on all real features, NOT a federated method, and the refit
+    oracle: tuple[Algorithm, Callable[[Array, State, FederatedData], State]] | None = None
 
     @property
     def final(self) -> Algorithm:
@@ -48,7 +48,7 @@ class Setup(NamedTuple):
     personal_opt: ClientOptimizer
     plan: Plan
     head: Head
-    learned: bool  # whether the head's class vectors are
+    learned: bool  #: whether the head's class vectors are
     loss: Loss
     server_opt: optax.GradientTransformation | None
     dim: int | None
@@ -56,7 +56,7 @@ class Setup(NamedTuple):
     rounds: int
     auxiliary: FederatedData | None
     weigh: str
-    options: Mapping[str, Any]  # further arguments of the factory
+    options: Mapping[str, Any]  #: further arguments of the factory
 
     @property
     def task(self) -> Objective:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import checkpoints, plots, saving, training, tuning
+from fedjax_nc import _checkpoints, plots, saving, training, tuning
 from fedjax_nc.base import Array, State, Tree
 from fedjax_nc.experiments import provenance, recipes, traffic
 from fedjax_nc.experiments.measures import Measures
@@ -66,7 +66,7 @@ def run(
     if tune and host:
         raise ValueError('what is tuned has its examples on the device: tune without host')
     provenance.commit()  # that of the code which runs, whatever is changed meanwhile
-    with checkpoints.holding(out):
+    with _checkpoints.holding(out):
         settle(setting, out, resume)
         with clock.part('data'):
             scene = load(setting, data_dir, host)
@@ -168,7 +168,7 @@ def conclude(
         'jax': jax.__version__,
         **provenance.about(),
     }
-    if recipe.generic and checkpoints.first_process():
+    if recipe.generic and _checkpoints.first_process():
         saving.save(
             out / 'model.safetensors', *delivered, measure.train, classes=measure.dataset.classes,
             about={'setting': setting.plain()},
@@ -276,4 +276,4 @@ def compiled_before(out: Path) -> float:
 def write(path: Path, content: dict[str, Any]) -> None:
     """JSON, written beside its place and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoints.replace(path, json.dumps(content, indent=2) + '\n')
+    _checkpoints.replace(path, json.dumps(content, indent=2) + '\n')

@@ -42,9 +42,9 @@ class Method(NamedTuple):
 
     name: str
     make: Callable[[Setup], Recipe]
-    heads: tuple[str, ...] = tuple(HEADS)  # the first is the method's own
+    heads: tuple[str, ...] = tuple(HEADS)  #: the first is the method's own
     losses: tuple[str, ...] = tuple(LOSSES)
-    server: bool = True  # whether a server optimizer moves a model
+    server: bool = True  #: whether a server optimizer moves a model
 
     def __call__(
         self,

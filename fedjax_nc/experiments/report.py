@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from fedjax_nc import checkpoints
+from fedjax_nc import _checkpoints
 from fedjax_nc.experiments import figures, runner
 from fedjax_nc.experiments.figures import Found, sound
 from fedjax_nc.experiments.study import Study
@@ -31,7 +31,7 @@ class Mean(NamedTuple):
     """Over seeds."""
 
     mean: float
-    std: float  # NaN for one seed
+    std: float  #: NaN for one seed
     seeds: int
 
 
@@ -76,7 +76,7 @@ def write(study: Study, out: str | Path, target: float | None = None) -> Path:
         'runs.csv': comma(run_rows(study, found)),
     }
     for name, text in texts.items():
-        checkpoints.replace(folder / name, text)
+        _checkpoints.replace(folder / name, text)
     return folder
 
 

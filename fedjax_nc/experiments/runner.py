@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fedjax_nc import checkpoints, progress, training
+from fedjax_nc import _checkpoints, _progress, training
 from fedjax_nc.experiments import geometry, pipeline, seeds
 from fedjax_nc.experiments.geometry import Geometry
 from fedjax_nc.experiments.setting import Setting
@@ -65,13 +65,13 @@ def carry_out(
             ours = []
             for run in group:
                 try:
-                    held.enter_context(checkpoints.holding(where(run, out)))
+                    held.enter_context(_checkpoints.holding(where(run, out)))
                     ours.append(run)
-                except checkpoints.InUseError:
+                except _checkpoints.InUseError:
                     missing.append(run)
             begun = time.perf_counter()
             try:
-                found = perform(ours, out, data_dir, tune, show and progress.live())
+                found = perform(ours, out, data_dir, tune, show and _progress.live())
             except training.CheckpointError as error:  # of one run: others can go on
                 warnings.warn(f'{where(ours[0], out)}: {error}; this run is left out', stacklevel=2)
                 missing += ours
@@ -182,7 +182,7 @@ def keep(study: Study, out: str | Path, folder: str | Path) -> int:
         there.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             if (file := where(run, out) / name).exists():
-                checkpoints.replace(there / name, file.read_text())
+                _checkpoints.replace(there / name, file.read_text())
     return len(done)
 
 

@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import checkpoints, simulate, training
+from fedjax_nc import _checkpoints, _training, simulate, training
+from fedjax_nc._progress import Progress
 from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
 from fedjax_nc.experiments import pipeline
 from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.pipeline import Clock
 from fedjax_nc.experiments.scene import Scene, build, load
 from fedjax_nc.experiments.setting import Setting
-from fedjax_nc.progress import Progress
 
 SMALL = 1_000_000  # examples that a run visits
 MOST = 8  # seeds of one program: nothing of them is saved until all are trained
@@ -74,8 +74,8 @@ def run(
     folders, clock = [Path(out) for out in outs], Clock()
     with contextlib.ExitStack() as held:
         for folder in folders:
-            held.enter_context(checkpoints.holding(folder))
-            if checkpoints.Files(folder).begun():
+            held.enter_context(_checkpoints.holding(folder))
+            if _checkpoints.Files(folder).begun():
                 raise ValueError(f'{folder} already holds a run: choose another directory')
         with clock.part('data'):
             alone = [load(setting, data_dir) for setting in settings]
@@ -93,7 +93,7 @@ def run(
                 continue
             config = measure.setting.plain()
             pipeline.write(folder / 'config.json', config)
-            files = checkpoints.Files(folder, training.about(recipe.train, scene[1], measure.setting.cohort))
+            files = _checkpoints.Files(folder, _training.about(recipe.train, scene[1], measure.setting.cohort))
             files.log(done.history)
             files.save(len(done.history), done.state, measure.k_train, done.history)
             own = Clock()
@@ -132,7 +132,7 @@ def train(
                 if i in stopped:
                     continue
                 one = jax.tree.map(lambda u, i=i: u[i : i + 1], reports)
-                new, trouble = training.rows(one, t, seconds, measure.train)
+                new, trouble = _training.rows(one, t, seconds, measure.train)
                 if trouble:
                     stopped[i] = training.DivergedError(trouble)
                     continue
@@ -145,7 +145,7 @@ def train(
     out: list[training.Run | training.DivergedError] = []
     for i, history in enumerate(histories):
         state = jax.tree.map(lambda u, i=i: u[i], held)
-        out.append(stopped.get(i) or training.Run(state, history, compiling, training.speed(history)))
+        out.append(stopped.get(i) or training.Run(state, history, compiling, _training.speed(history)))
     return out
 
 

@@ -12,9 +12,9 @@ from fedjax_nc.base import Algorithm, FederatedData, State, Tree
 class Traffic(NamedTuple):
     """Bytes of one client in one round, without compression; 0 up where nothing is sent."""
 
-    down: int  # what moves and is read by a client's work
+    down: int  #: what moves and is read by a client's work
     up: int
-    once: int  # what a client reads and training never moves, such as a frozen frame: sent once
+    once: int  #: what a client reads and training never moves, such as a frozen frame: sent once
 
 
 def of(algorithm: Algorithm, before: Tree, state: State, data: FederatedData) -> Traffic:

@@ -1,9 +1,9 @@
 """Measures of features, class vectors and models; for reading, never part of training.
 
-collapse: how far features and classifier are from neural collapse
-similarity: how alike clients are: classifiers, class means, layers; distances of Gaussians
-degeneration: how features of a class behave in its dominant and its negligible dimensions
-semantics: whether prototypes of related classes are close
+- collapse: how far features and classifier are from neural collapse
+- similarity: how alike clients are: classifiers, class means, layers; distances of Gaussians
+- degeneration: how features of a class behave in its dominant and its negligible dimensions
+- semantics: whether prototypes of related classes are close
 
 All are pure functions in float32 and work under `jit`. Classes without examples are left out.
 """

@@ -23,9 +23,9 @@ from fedjax_nc.metrics.similarity import ByClass, mean_over_pairs, pairwise_cosi
 class Centres(NamedTuple):
     """Where the classes lie. Rows of absent classes are zero."""
 
-    mean: Array  # [C, D] class means
-    centred: Array  # [C, D] class means less the global mean
-    present: Array  # [C] bool
+    mean: Array  #: [C, D] class means
+    centred: Array  #: [C, D] class means less the global mean
+    present: Array  #: [C] bool
 
 
 def centres(z: Array, y: Array, classes: int, weight: Array | None = None) -> Centres:

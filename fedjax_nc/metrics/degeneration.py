@@ -19,12 +19,12 @@ from fedjax_nc.base import Array
 class Degeneration(NamedTuple):
     """The dimensions of every class, sorted by its mean feature from the largest to the smallest."""
 
-    order: Array  # [C, D] int32, the dimensions
-    mean: Array  # [C, D] their means
-    relative: Array  # [C, D] their variance over their squared mean, 0 where that is 0
-    top: Array  # [C] median of `relative` in the upper half
-    bottom: Array  # [C] and in the lower half
-    count: Array  # type: ignore[assignment]  # [C], 0 for a class without examples, whose rows do not count
+    order: Array  #: [C, D] int32, the dimensions
+    mean: Array  #: [C, D] their means
+    relative: Array  #: [C, D] their variance over their squared mean, 0 where that is 0
+    top: Array  #: [C] median of `relative` in the upper half
+    bottom: Array  #: [C] and in the lower half
+    count: Array  # type: ignore[assignment]  #: [C], 0 for a class without examples, whose rows do not count
 
 
 def degeneration(z: Array, y: Array, classes: int, weight: Array | None = None) -> Degeneration:

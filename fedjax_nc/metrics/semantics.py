@@ -55,7 +55,7 @@ class SemanticGap(NamedTuple):
     """How much closer class vectors are within groups than between them; scalars in [-2, 2]."""
 
     plain: Array
-    centred: Array  # of the rows less their mean, a common part that softmax ignores
+    centred: Array  #: of the rows less their mean, a common part that softmax ignores
 
 
 def semantic_gap(w: Array, groups: ArrayLike) -> SemanticGap:

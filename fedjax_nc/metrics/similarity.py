@@ -19,9 +19,9 @@ from fedjax_nc.models.adapter import Preprocess, scale_images
 class ByClass(NamedTuple):
     """A number for each class."""
 
-    values: Array  # [C], 0 where it is not known
-    known: Array  # [C] bool
-    mean: Array  # [] over the classes of which it is known
+    values: Array  #: [C], 0 where it is not known
+    known: Array  #: [C] bool
+    mean: Array  #: [] over the classes of which it is known
 
 
 def pairwise_cosine(rows: Array) -> Array:

@@ -31,8 +31,8 @@ CHANNELS = 16  # of the images, from which on oneDNN is the faster one
 class Geometry(NamedTuple):
     """What a convolution does with shapes, whatever the number of images."""
 
-    image: tuple[int, ...]  # [B, H, W, I]
-    kernel: tuple[int, ...]  # [h, w, I, O]
+    image: tuple[int, ...]  #: [B, H, W, I]
+    kernel: tuple[int, ...]  #: [h, w, I, O]
     strides: Strides
     pads: Pads
     precision: Any
@@ -41,10 +41,10 @@ class Geometry(NamedTuple):
 class Form(NamedTuple):
     """A way to compute a convolution and its gradients. Each function takes the geometry last."""
 
-    forward: Callable[[Array, Array, Geometry], Array]  # (x, kernel) -> y
-    input_gradient: Callable[[Array, Array, Geometry], Array]  # (g, kernel) -> dx
-    kernel_gradient: Callable[[Array, Array, Geometry], Array]  # (x, g) -> dk
-    kept: Callable[[Array, Geometry], Array]  # x as it is kept for the backward pass
+    forward: Callable[[Array, Array, Geometry], Array]  #: (x, kernel) -> y
+    input_gradient: Callable[[Array, Array, Geometry], Array]  #: (g, kernel) -> dx
+    kernel_gradient: Callable[[Array, Array, Geometry], Array]  #: (x, g) -> dk
+    kept: Callable[[Array, Geometry], Array]  #: x as it is kept for the backward pass
 
 
 def _sum_type(x: Array) -> jnp.dtype:

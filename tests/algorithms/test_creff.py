@@ -109,7 +109,7 @@ def test_classes_that_nobody_holds_keep_their_features_bit_for_bit(data, states)
     head = heads.dense_init(toys.KEY, toys.DIM, toys.CLASSES)  # with a bias
     memory = states[0].server.extra._replace(head=head)
     junk = ClassRows(jnp.ones((toys.CLASSES, toys.CLASSES * (toys.DIM + 1))), jnp.array([0.0, 1.0, 0.0, 2.0, 0.0]))
-    moved = np.abs(np.asarray(creff.matched(memory, junk, 1, 0.1) - memory.features)).max(axis=(1, 2))
+    moved = np.abs(np.asarray(creff._matched(memory, junk, 1, 0.1) - memory.features)).max(axis=(1, 2))
     np.testing.assert_array_equal(moved > 0, [False, True, False, True, False])
 
 
@@ -124,7 +124,7 @@ def test_closed_form_is_the_gradient(bias):
         return jnp.sum(weight * losses.cross_entropy(heads.dense(head, z), y))
 
     want = jax.grad(loss)(head)
-    got = creff.class_gradient(head, z, y, weight)
+    got = creff._class_gradient(head, z, y, weight)
     np.testing.assert_allclose(got[:, : toys.DIM], want['w'].T, atol=1e-6)
     if bias:
         np.testing.assert_allclose(got[:, -1], want['b'], atol=1e-6)
@@ -133,18 +133,18 @@ def test_closed_form_is_the_gradient(bias):
 
 def test_row_distance():
     a = jax.random.normal(toys.KEY, (4, 7))
-    np.testing.assert_allclose(creff.row_distance(a, 3 * a), 0, atol=1e-5)
-    np.testing.assert_allclose(creff.row_distance(a, -a), 8, atol=1e-5)
+    np.testing.assert_allclose(creff._row_distance(a, 3 * a), 0, atol=1e-5)
+    np.testing.assert_allclose(creff._row_distance(a, -a), 8, atol=1e-5)
     small = 1e-3 * jnp.eye(2)  # where the constant below the line counts
-    np.testing.assert_allclose(creff.row_distance(small, small), 1.0, atol=1e-5)
-    assert np.isfinite(jax.grad(creff.row_distance, (0, 1))(a.at[0].set(0), a.at[1].set(0))).all()
+    np.testing.assert_allclose(creff._row_distance(small, small), 1.0, atol=1e-5)
+    assert np.isfinite(jax.grad(creff._row_distance, (0, 1))(a.at[0].set(0), a.at[1].set(0))).all()
 
 
 def test_draws_are_of_each_class_without_replacement():
     """Classes of 7, 3 and no examples, padding that claims to be of the last two, up to 4 drawn, 5 times."""
     y = jnp.array([0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 2, 1])
     own = Shard(jnp.zeros((12, 2)), y, jnp.arange(12), jnp.int32(10), jnp.array([7, 3, 0]))
-    weight = np.asarray(creff.drawn(toys.KEY, own, 4, 5))
+    weight = np.asarray(creff._drawn(toys.KEY, own, 4, 5))
     times = weight * 4 * 5  # how often each example of the first class was drawn
     first, second = np.asarray(y[:10]) == 0, np.asarray(y[:10]) == 1
     np.testing.assert_allclose(times[:10][first], np.round(times[:10][first]), atol=1e-5)

@@ -66,7 +66,7 @@ def test_only_the_nearest_repel(nearest):
 def test_an_etf_is_stationary_and_equal_vectors_are_safe():
     """In an ETF all pairs have the distance (1 + 1/(C-1))/2 and the forces cancel, whatever the margin."""
     etf = frames.simplex_etf(toys.KEY, 6, 5)
-    slope = jax.jit(jax.value_and_grad(lambda w: fedaws.repulsion(w, 0.9)))
+    slope = jax.jit(jax.value_and_grad(lambda w: fedaws._repulsion(w, 0.9)))
     value, g = slope(etf)
     np.testing.assert_allclose(value, 0.8 * (0.9 - 0.625) ** 2, rtol=1e-5)
     np.testing.assert_allclose(g, 0.0, atol=1e-6)

@@ -69,7 +69,7 @@ def test_two_rounds(data):
         hand.close(numbers(states[t + 1].server.variables), server, atol=2e-5)
     state = states[2]
     for k in range(8):  # 4 and 6 took no part and have their first layers
-        mine = fedbn.holding(state.server, hand.row(state.clients.norms, k)).variables
+        mine = fedbn._holding(state.server, hand.row(state.clients.norms, k)).variables
         hand.close(numbers(mine), {**{name: server[name] for name in 'uwb'}, **private[k]}, atol=2e-5)
     x, own = np.asarray(data.x[:9], np.float64), private[7]
     h = (own['scale'] * (x - own['mean']) / np.sqrt(own['var'] + EPS) + own['bias']) * server['u']

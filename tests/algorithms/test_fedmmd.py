@@ -74,7 +74,7 @@ def test_no_buffer_holds_a_difference_of_every_pair(lanes):
     args = [jax.ShapeDtypeStruct(s, t) for s, t in ((shape, jnp.float32), (shape, jnp.float32), (shape[:2], bool))]
     all_pairs = 4 * lanes * 256 * 256 * 512
     assert jax.jit(slope).lower(*args).compile().memory_analysis().temp_size_in_bytes < all_pairs / 16
-    assert footprint.peak(jax.make_jaxpr(slope)(*args).jaxpr, 3, 'cpu') < all_pairs / 16
+    assert footprint._peak(jax.make_jaxpr(slope)(*args).jaxpr, 3, 'cpu') < all_pairs / 16
 
 
 def test_lanes_have_their_own_discrepancy():

@@ -53,16 +53,16 @@ def counted(tau, momentum, mu, lr):
 def test_counters(tau, momentum, mu):
     """Measured with the client's optimizer; neither weight decay nor clipping nor the round's rate is in the way."""
     opt = local.sgd(LR, momentum, 0.5, decay=0.5, clip=0.1)(jnp.int32(2))
-    got = jax.jit(fednova.reach, static_argnums=0)(opt, tau, mu)
+    got = jax.jit(fednova._reach, static_argnums=0)(opt, tau, mu)
     np.testing.assert_allclose(got / (LR / 4), counted(tau, momentum, mu, LR / 4), rtol=1e-5)
 
 
 def test_counters_of_other_optimizers():
-    assert float(fednova.reach(local.sgd(0.1)(0), 0)) == 0.0
+    assert float(fednova._reach(local.sgd(0.1)(0), 0)) == 0.0
     adam = optax.adam(0.1)  # its steps have one length, whatever the gradient's
-    np.testing.assert_allclose(fednova.reach(adam, 7) / fednova.reach(adam, 1), 7.0, rtol=1e-3)
+    np.testing.assert_allclose(fednova._reach(adam, 7) / fednova._reach(adam, 1), 7.0, rtol=1e-3)
     halving = optax.sgd(lambda step: 0.5**step)
-    np.testing.assert_allclose(fednova.reach(halving, 3), 1.75, rtol=1e-6)
+    np.testing.assert_allclose(fednova._reach(halving, 3), 1.75, rtol=1e-6)
 
 
 def oracle(theta, data, cohorts, momentum=0.0, mu=0.0, by_examples=True, beta=0.0):

@@ -91,7 +91,7 @@ def in_small_batches(key, server, previous, data, k):
     net, momentum = server, [0.0] * 8
     for e in range(toys.PLAN.epochs):
         k_order = jax.random.split(jax.random.fold_in(key, e))[0]
-        order = np.asarray(local.shuffled(k_order, data.shard(k), 16))[: int(data.size[k])]
+        order = np.asarray(local._shuffled(k_order, data.shard(k), 16))[: int(data.size[k])]
         for rows in np.split(order, range(16, len(order), 16)):
             x, y = np.asarray(data.x, np.float64)[rows], np.asarray(data.y)[rows]
             slope = gradient(net, server, previous, x, y)

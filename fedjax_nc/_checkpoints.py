@@ -26,7 +26,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 
-from fedjax_nc import fingerprint, population, tree
+from fedjax_nc import _fingerprint, population, tree
 from fedjax_nc.base import Array, State
 
 Row = dict[str, float]
@@ -45,7 +45,7 @@ class DamagedError(Exception):
     """A checkpoint does not hold what was written into it."""
 
 
-def orbax() -> Any:
+def _orbax() -> Any:
     """`orbax.checkpoint`, imported with the first checkpoint: it takes a third of what importing jax takes."""
     import orbax.checkpoint
 
@@ -57,7 +57,7 @@ def first_process() -> bool:
     return jax.process_index() == 0
 
 
-def written(key: Array) -> list[int]:
+def _written(key: Array) -> list[int]:
     """A key as numbers."""
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return [int(u) for u in jnp.ravel(data)]
@@ -94,7 +94,7 @@ def replace(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)  # where there was no room, or a folder is in the way
 
 
-def checksum(content: Any) -> str:
+def _checksum(content: Any) -> str:
     """Of what JSON can hold: 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -116,8 +116,8 @@ class Files:
         out.mkdir(parents=True, exist_ok=True)
 
     def manager(self) -> Any:
-        options = orbax().CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        return orbax().CheckpointManager(self.checkpoints, options=options)
+        options = _orbax().CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        return _orbax().CheckpointManager(self.checkpoints, options=options)
 
     def rounds(self) -> list[int]:
         """The rounds of the complete checkpoints, the newest first."""
@@ -149,12 +149,12 @@ class Files:
         arrays = {'state': tree.named(state if store is None else state.server)}
         if store is not None:
             arrays['clients'] = store.contents()
-        sums = {name: fingerprint.of_arrays(held) for name, held in arrays.items()}
-        run = {'key': written(key), 'about': self.about, 'history': history, 'arrays': sums}
-        items = {name: orbax().args.StandardSave(held) for name, held in arrays.items()}
-        described = orbax().args.JsonSave({**run, 'checksum': checksum(run)})
+        sums = {name: _fingerprint.of_arrays(held) for name, held in arrays.items()}
+        run = {'key': _written(key), 'about': self.about, 'history': history, 'arrays': sums}
+        items = {name: _orbax().args.StandardSave(held) for name, held in arrays.items()}
+        described = _orbax().args.JsonSave({**run, 'checksum': _checksum(run)})
         with self.manager() as manager:
-            if not manager.save(round, args=orbax().args.Composite(run=described, **items)):
+            if not manager.save(round, args=_orbax().args.Composite(run=described, **items)):
                 raise CheckpointError(f'the checkpoint of round {round} was not written: {self.checkpoints} has others')
         if first_process():
             self.tabulate(history)
@@ -193,15 +193,15 @@ class Files:
           CheckpointError: if it does, and belongs to another run.
         """
         place = self.checkpoints / str(round)
-        run = self.load(round, run=orbax().args.JsonRestore())['run']
+        run = self.load(round, run=_orbax().args.JsonRestore())['run']
         if isinstance(run, dict) and set(run) == {'key', 'history'}:
             raise CheckpointError(
                 f'the checkpoint {place} is of a version without checksums: finish that run with it, or begin again in '
                 'another directory'
             )
-        if not isinstance(run, dict) or run.pop('checksum', None) != checksum(run):
+        if not isinstance(run, dict) or run.pop('checksum', None) != _checksum(run):
             raise DamagedError('its description does not agree with its checksum')
-        same = {'key': run['key'] == written(key), **{k: run['about'].get(k) == v for k, v in self.about.items()}}
+        same = {'key': run['key'] == _written(key), **{k: run['about'].get(k) == v for k, v in self.about.items()}}
         if not all(same.values()):
             other = ' and '.join(name for name, agrees in same.items() if not agrees)
             raise CheckpointError(
@@ -211,13 +211,13 @@ class Files:
         store = like.clients if isinstance(like.clients, population.Store) else None
         wanted = like if store is None else like.server
         shapes = {i: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for i, u in tree.named(wanted).items()}
-        apart = {} if store is None else {'clients': orbax().args.StandardRestore()}
+        apart = {} if store is None else {'clients': _orbax().args.StandardRestore()}
         if set(run['arrays']) != {'state', *apart}:
             begun, now = ('population.init', 'simulate.init')[:: 1 if store is None else -1]
             raise CheckpointError(f'the run in {self.out} was begun with a state of {begun}, and this one is of {now}')
-        found = self.load(round, state=orbax().args.StandardRestore(shapes), **apart)
+        found = self.load(round, state=_orbax().args.StandardRestore(shapes), **apart)
         # A dict, so that leaves are in the order in which they were when their sum was made.
-        if {name: fingerprint.of_arrays(dict(held)) for name, held in found.items()} != run['arrays']:
+        if {name: _fingerprint.of_arrays(dict(held)) for name, held in found.items()} != run['arrays']:
             raise DamagedError('its arrays do not agree with their checksums')
         restored = jax.tree.unflatten(jax.tree.structure(wanted), [found['state'][i] for i in shapes])
         if store is None:
@@ -237,7 +237,7 @@ class Files:
         """
         try:
             with self.manager() as manager:
-                return manager.restore(round, args=orbax().args.Composite(**items))
+                return manager.restore(round, args=_orbax().args.Composite(**items))
         except (OSError, MemoryError) as error:
             if not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
                 place = self.checkpoints / str(round)
