@@ -20,6 +20,7 @@ extensions = [
     'sphinx.ext.mathjax',
     'sphinx.ext.napoleon',
     'sphinx.ext.viewcode',
+    'sphinx-mathjax-offline',  # formulas without a network, too
     'sphinx_copybutton',
     'sphinx_design',
 ]
@@ -32,6 +33,7 @@ html_theme_options = {
     'show_toc_level': 2,
     'use_download_button': False,
     'use_fullscreen_button': False,
+    'navbar_persistent': [],
 }
 html_show_sourcelink = False
 templates_path: list[str] = []
@@ -45,6 +47,7 @@ nb_execution_mode = 'off'
 # Docstrings put names and formulas into single backticks.
 default_role = 'code'
 autodoc_member_order = 'bysource'
+autoclass_content = 'both'  # what a constructor takes is said where it is
 autodoc_typehints = 'signature'
 autodoc_typehints_format = 'short'
 autodoc_preserve_defaults = True
@@ -70,7 +73,7 @@ def _write_reference() -> None:
     shelf = HERE / 'api'
     for name in re.findall(r'\]\(generated/([\w.]+)\.md\)', (shelf / 'index.md').read_text()):
         module = importlib.import_module(f'fedjax_nc.{name}')
-        options = ':members:\n:undoc-members:\n'
+        options = ':members:\n:undoc-members:\n:exclude-members: name, parent, scope\n'  # flax's own fields
         if hasattr(module, '__all__'):
             options += ':imported-members:\n'
         page = shelf / 'generated' / f'{name}.md'
@@ -97,7 +100,7 @@ def _formulas_as_they_stand(app: Any, what: str, name: str, obj: Any, options: A
 
 def _fields_as_they_stand(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """What is said of a field is a sentence, in which a colon does not follow a type; some fields need none."""
-    if what == 'attribute' and lines and lines[-1].startswith(':type: '):
+    if what in ('attribute', 'data') and lines and lines[-1].startswith(':type: '):
         lines[:] = [f'{lines[-1].removeprefix(":type: ")}: {lines[0]}']
     if lines and lines[0].startswith('Alias for field number'):
         lines.clear()

@@ -32,6 +32,7 @@ from fedjax_nc import simulate as simulate
 from fedjax_nc import testing as testing
 from fedjax_nc import training as training
 from fedjax_nc import tree as tree
+from fedjax_nc import tuning as tuning
 from fedjax_nc import watch as watch
 
 __version__ = '0.1.0'

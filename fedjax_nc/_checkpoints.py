@@ -146,7 +146,7 @@ class Files:
           CheckpointError: if it was not written.
         """
         store = state.clients if isinstance(state.clients, population.Store) else None
-        arrays = {'state': tree.named(state if store is None else state.server)}
+        arrays = {'state': tree.by_path(state if store is None else state.server)}
         if store is not None:
             arrays['clients'] = store.contents()
         sums = {name: _fingerprint.of_arrays(held) for name, held in arrays.items()}
@@ -210,7 +210,9 @@ class Files:
             )
         store = like.clients if isinstance(like.clients, population.Store) else None
         wanted = like if store is None else like.server
-        shapes = {i: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for i, u in tree.named(wanted).items()}
+        shapes = {
+            i: jax.ShapeDtypeStruct(u.shape, u.dtype, sharding=u.sharding) for i, u in tree.by_path(wanted).items()
+        }
         apart = {} if store is None else {'clients': _orbax().args.StandardRestore()}
         if set(run['arrays']) != {'state', *apart}:
             begun, now = ('population.init', 'simulate.init')[:: 1 if store is None else -1]

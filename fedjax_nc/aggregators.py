@@ -15,12 +15,16 @@ from fedjax_nc.base import Aggregator, Array, Tree
 
 
 def weighted_sum(messages: Tree, weights: Array) -> Tree:
-    """`sum_i weights_i messages_i` over the leading axis, in float32."""
+    """`sum_i weights_i messages_i` over the leading axis of `messages [m, ...]` by `weights [m]`, in float32."""
     return jax.tree.map(lambda u: jnp.tensordot(weights, u.astype(jnp.float32), 1, precision='highest'), messages)
 
 
 def weighted_mean(weigh: Callable[[Array], Array]) -> Aggregator:
-    """Mean with the given function of the clients' sizes as weights; zero when nobody holds data."""
+    """Mean, in float32, with a function of the clients' sizes as weights; zero when nobody holds data.
+
+    Args:
+      weigh: from numbers of examples [m] float32 to weights [m]; 0 must stay 0. `mean` and `uniform` are made with it.
+    """
 
     def partial(messages: Tree, weights: Array, slots: Array, cohort: int) -> Tree:
         w = weigh(weights)
@@ -52,7 +56,7 @@ nothing = Aggregator(partial=lambda messages, weights, slots, cohort: (), finish
 class ClassRows(NamedTuple):
     """What one client, or all together, say about each class."""
 
-    rows: Array  #: [C, D]
+    rows: Array  #: [C, D] float32
     weight: Array  #: [C], 0 for a class of which nothing is known; its row does not count
 
 
@@ -75,7 +79,8 @@ class_mean = _class_mean()
 def pooled_stats() -> Aggregator:
     """Means BatchNorm statistics as those of the pooled examples.
 
-    `mean = sum w_k m_k` and `var = sum w_k (v_k + m_k^2) - mean^2` for every pair of leaves called 'mean' and 'var'.
+    `mean = sum w_k m_k` and `var = sum w_k (v_k + m_k^2) - mean^2` for every pair of leaves called 'mean' and 'var';
+    `w_k` are shares of examples. Statistics are dicts; all else in them is averaged as `mean` does.
     """
 
     def moments(stats: Tree, sign: float) -> Tree:
@@ -93,7 +98,10 @@ def pooled_stats() -> Aggregator:
 
 
 def by_field(**aggregators: Aggregator) -> Aggregator:
-    """Aggregates each field of a NamedTuple message by its own aggregator; the aggregate is a dict of the fields."""
+    """Aggregates each field of a NamedTuple message by its own aggregator; the aggregate is a dict of the fields.
+
+    Fields that `aggregators` does not name are dropped.
+    """
 
     def partial(messages: Any, *rest: Any) -> Tree:
         return {name: a.partial(getattr(messages, name), *rest) for name, a in aggregators.items()}
@@ -107,7 +115,8 @@ def by_field(**aggregators: Aggregator) -> Aggregator:
 def stacked(reduce: Callable[[Tree, Array], Tree]) -> Aggregator:
     """Hands all messages of the cohort to `reduce(messages [M, ...], weights [M])`.
 
-    Rows of weight 0 belong to nobody and must be ignored by `reduce`. Costs M times the memory of a message.
+    Messages come in float32. Rows of weight 0 belong to nobody and must be ignored by `reduce`, and may be more than
+    the cohort has clients. Costs M times the memory of a message.
     """
 
     def partial(messages: Tree, weights: Array, slots: Array, cohort: int) -> Tree:
@@ -129,7 +138,11 @@ def _ascending(u: Array, weights: Array) -> Array:
 
 
 def coordinate_median(messages: Tree, weights: Array) -> Tree:
-    """Median over clients of each coordinate; use as `stacked(coordinate_median)`. (Yin et al., ICML 2018.)"""
+    """Median over clients of each coordinate; use as `stacked(coordinate_median)`. (Yin et al., ICML 2018.)
+
+    Clients count the same, whatever their size. `messages [M, ...]` and `weights [M]` are what `stacked` hands over;
+    the result has no leading axis, and is 0 where nobody holds examples.
+    """
     live = jnp.sum(weights > 0)
 
     def median(u: Array) -> Array:
@@ -147,6 +160,9 @@ def trimmed_mean(share: float) -> Callable[[Tree, Array], Tree]:
 
     Args:
       share: of the clients, from 0, the unweighted mean, to below 0.5, which would be the median.
+
+    Returns:
+      `(messages [M, ...], weights [M]) -> mean`, for `stacked`.
 
     Raises:
       ValueError: for another share.
@@ -180,6 +196,9 @@ def krum(byzantine: int, select: int = 1) -> Callable[[Tree, Array], Tree]:
     Args:
       byzantine: how many clients may send anything.
       select: how many messages are averaged.
+
+    Returns:
+      `(messages [M, ...], weights [M]) -> mean`, for `stacked`.
 
     Raises:
       ValueError: if `byzantine` is negative or `select` below 1.

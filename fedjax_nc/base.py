@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+"""`jax.Array`."""
+
 Tree = Any
 """A pytree of arrays."""
 
@@ -19,8 +21,9 @@ class Shard(NamedTuple):
     """The data of one client: rows of a pool that all clients share."""
 
     x: Array  #: [P, ...] the pool
-    y: Array  #: [P] int32
-    index: Array  # type: ignore[assignment]  #: [N] int32 rows of the pool; the first `size` are real
+    y: Array  #: [P] int32 in [0, C)
+    #: [N] int32 rows of the pool; the first `size` are real
+    index: Array  # type: ignore[assignment]
     size: Array  #: [] int32
     counts: Array  #: [C] int32, how many examples of each class the client holds
 
@@ -33,20 +36,26 @@ class FederatedData(NamedTuple):
 
     x: Array  #: [P, ...] images stay uint8
     y: Array  #: [P] int32 in [0, C)
-    index: Array  # type: ignore[assignment]  #: [K, N] int32 rows of the pool; the first `size[k]` are real
-    size: Array  #: [K] int32
+    #: [K, N] int32 rows of the pool; the first `size[k]` are real
+    index: Array  # type: ignore[assignment]
+    size: Array  #: [K] int32, examples of each client
     counts: Array  #: [K, C] int32 label histograms
 
     @property
     def num_clients(self) -> int:
+        """The number of clients, K."""
         return self.index.shape[0]
 
     @property
     def num_classes(self) -> int:
+        """The number of classes, C."""
         return self.counts.shape[1]
 
     def shard(self, client: Array | int) -> Shard:
-        """The data of one client. `client == num_clients` is nobody: a shard of size 0."""
+        """The data of `client`, an integer in [0, K] that may be traced; the pool is not copied.
+
+        `client == num_clients` is nobody: a shard of size 0, whose `counts` are 0.
+        """
         real = client < self.num_clients
         row = jnp.minimum(client, self.num_clients - 1)
         size = jnp.where(real, self.size[row], 0)
@@ -57,10 +66,13 @@ class FederatedData(NamedTuple):
 class Batch(NamedTuple):
     """Everything that a loss may look at; predictions have `x` alone."""
 
-    x: Array  #: [B, ...]
-    y: Array = None  # type: ignore[assignment]  #: [B] int32
-    mask: Array = None  # type: ignore[assignment]  #: [B] bool, False for padding, copies of a real row; None: no padding
-    counts: Array = None  # type: ignore[assignment]  #: [C] label histogram of the client's training data
+    x: Array  #: [B, ...] examples as the pool holds them
+    #: [B] int32
+    y: Array = None  # type: ignore[assignment]
+    #: [B] bool, False for padding, copies of a real row; None: no padding
+    mask: Array = None  # type: ignore[assignment]
+    #: [C] int32, label histogram of the client's training data
+    counts: Array = None  # type: ignore[assignment]
     key: Array | None = None  #: None means evaluation: no augmentation, no dropout, running statistics
 
 
@@ -73,7 +85,11 @@ class Variables(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A feature extractor."""
+    """A feature extractor.
+
+    Features are float32. Without a key the model evaluates and returns `stats` as they were; `mask [B]` is False for
+    rows that are padding.
+    """
 
     init: Callable[[Array, Array], tuple[Tree, Tree]]  #: (key, x [B, ...]) -> (params, stats)
     features: Callable[..., tuple[Array, Tree]]  #: (params, stats, x, mask | None, key | None) -> (z [B, D], stats)
@@ -82,32 +98,33 @@ class Model(NamedTuple):
 class Head(NamedTuple):
     """A classifier on features."""
 
-    init: Callable[[Array, int, int], tuple[Tree, Tree]]  #: (key, dim, classes) -> (params, fixed)
+    init: Callable[[Array, int, int], tuple[Tree, Tree]]  #: (key, D, C) -> (params, fixed)
     logits: Callable[[Tree, Tree, Array], Array]  #: (params, fixed, z [B, D]) -> [B, C] float32
 
 
 Loss = Callable[[Array, Array, Array], Array]
-"""(logits [B, C], labels [B], counts [C]) -> [B], one value an example."""
+"""(logits [B, C], labels [B] int, counts [C]) -> [B] float32, one value an example."""
 
 
 class Objective(NamedTuple):
     """Model, head and loss together: the only thing that an algorithm sees of the task."""
 
-    init: Callable[[Array, FederatedData], Variables]
-    features: Callable[[Variables, Batch], tuple[Array, Tree]]  #: -> (z [B, D], stats)
-    logits: Callable[[Variables, Array], Array]  #: (variables, z) -> [B, C]
-    loss: Callable[[Variables, Array, Batch], Array]  #: (variables, z, batch) -> [], mean over real examples
+    init: Callable[[Array, FederatedData], Variables]  #: (key, data) -> first variables
+    features: Callable[[Variables, Batch], tuple[Array, Tree]]  #: (variables, batch) -> (z [B, D] float32, new stats)
+    logits: Callable[[Variables, Array], Array]  #: (variables, z) -> [B, C] float32
+    loss: Callable[[Variables, Array, Batch], Array]  #: (variables, z, batch) -> [] float32, mean over real examples
 
 
 class Aggregator(NamedTuple):
     """What the server does to the messages of a cohort, in two steps so that messages need not be kept.
 
     `partial` reduces the messages of one chunk of clients; partials are added over chunks and devices; `finish` turns
-    the sum into the aggregate. A client of weight 0 must leave no trace.
+    the sum into the aggregate. Weights are float32, the clients' numbers of examples; slots are int32, their places in
+    the cohort. A client of weight 0 must leave no trace.
     """
 
     partial: Callable[[Tree, Array, Array, int], Tree]  #: (messages [m, ...], weights [m], slots [m], M) -> tree
-    finish: Callable[[Tree], Tree]
+    finish: Callable[[Tree], Tree]  #: (sum of partials) -> aggregate
 
 
 class Aggregate(NamedTuple):
@@ -115,14 +132,14 @@ class Aggregate(NamedTuple):
 
     value: Tree  #: what the algorithm's aggregator made of the messages
     weight: Array  #: [] float32, examples held by the cohort
-    clients: Array  #: [] float32, clients of the cohort that hold any
+    clients: Array  #: [] float32, clients of the cohort that hold any examples
     cohort: int | None = None  #: how many were drawn, whoever holds nothing included; None where nobody says
 
 
 class Info(NamedTuple):
     """What a person may look at after one client's local work; the next round does not need it."""
 
-    loss: Array  #: [] float32, mean over the examples visited
+    loss: Array  #: [] float32, mean training loss over the examples visited
     steps: Array  #: [] int32, optimizer steps taken
     examples: Array  #: [] int32, examples visited
     slots: Array  #: [] int32, batch rows computed for them, padding included
@@ -133,16 +150,16 @@ class Algorithm(NamedTuple):
 
     init: Callable[[Array, FederatedData], Tree]  #: (key, data) -> server
     init_client: Callable[[Array, Tree], Tree]  #: (key, server) -> one client's first state, () if it keeps none
+    #: (key, server, client, shard) -> (client, message, info): the whole local work of one client
     client: Callable[[Array, Tree, Tree, Shard], tuple[Tree, Tree, Info]]
-    # (key, server, client, shard) -> (client, message, info): the whole local work of one client
-    aggregate: Aggregator
+    aggregate: Aggregator  #: how the messages of a cohort become one
     server: Callable[[Array, Tree, Aggregate], Tree]  #: (key, server, aggregate) -> server
-    predict: Callable[[Tree, Tree | None, Array], Array]  #: (server, client | None, x [B, ...]) -> logits [B, C]
-    # None asks for the generic model
+    #: (server, client | None, x [B, ...]) -> logits [B, C] float32; None asks for the generic model
+    predict: Callable[[Tree, Tree | None, Array], Array]
 
 
 class State(NamedTuple):
     """What the next round needs."""
 
-    server: Tree
-    clients: Tree  #: leading axis K
+    server: Tree  #: what the algorithm's `init` makes of it
+    clients: Tree  #: the states of all clients, leading axis K; () where they keep none

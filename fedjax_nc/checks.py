@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Model, Objective, State
 
 MOST_CLASSES = 2**20
-"""A label beyond is a mistake: tables [K, C] and loops over classes would take all memory and time."""
+"""A label beyond is a mistake. Tables [K, C] and loops over classes would take all memory and time."""
 
 
 def traced(value: Any) -> bool:
-    """Whether an array's values are unknown yet: under `jit`, `vmap` and `grad`."""
+    """Whether an array's values are unknown yet: under `jit`, `vmap` and `grad`, or of a `jax.ShapeDtypeStruct`."""
     return isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct)
 
 
@@ -50,7 +50,7 @@ def number(
       advice: what to do instead, after a colon.
 
     Raises:
-      ValueError: for all else.
+      ValueError: for all but a number in the range; of what is traced, for what is no scalar.
     """
     said = f': {advice}' if advice else ''
     if traced(value):
@@ -80,7 +80,13 @@ def number(
 
 
 def whole(name: str, value: Any, least: int = 1, advice: str = '') -> None:
-    """Refuses what is no whole number, or one below `least`.
+    """Refuses what is no whole number, or one below `least`. Booleans are none.
+
+    Args:
+      name: what the caller calls it.
+      value: anything; a traced integer passes.
+      least: the smallest number that passes.
+      advice: what to do instead, after a colon.
 
     Raises:
       ValueError: for all else.
@@ -101,8 +107,14 @@ def whole(name: str, value: Any, least: int = 1, advice: str = '') -> None:
 def labels(name: str, y: Any, length: int | None = None, classes: int | None = None) -> None:
     """Refuses labels that are no vector of integers in [0, C), or of another length.
 
+    Args:
+      name: what the caller calls them.
+      y: labels [n]; where they are traced their values pass.
+      length: n; any if None.
+      classes: C; MOST_CLASSES if None.
+
     Raises:
-      ValueError: for all else.
+      ValueError: for such labels.
     """
     shape, dtype = np.shape(y), jnp.result_type(y) if traced(y) or isinstance(y, jax.Array) else np.asarray(y).dtype
     if len(shape) != 1 or not jnp.issubdtype(dtype, jnp.integer):
@@ -122,8 +134,14 @@ def labels(name: str, y: Any, length: int | None = None, classes: int | None = N
 def rows(name: str, values: Any, ndim: int = 2, length: int | None = None) -> None:
     """Refuses an array of another number of axes, or with another number of rows.
 
+    Args:
+      name: what the caller calls it.
+      values: an array, or what has a shape; the values are not looked at.
+      ndim: number of axes.
+      length: number of rows; any if None.
+
     Raises:
-      ValueError: for all else.
+      ValueError: for such an array.
     """
     letters = {1: '[B]', 2: '[B, D]', 3: '[B, C, D]'}.get(ndim, f'{ndim} axes')
     shape = np.shape(values)
@@ -136,8 +154,12 @@ def rows(name: str, values: Any, ndim: int = 2, length: int | None = None) -> No
 def finite(name: str, x: Array | NDArray[Any]) -> None:
     """Refuses a known array [n, ...] with NaN or infinity, and names the first such row.
 
+    Args:
+      name: what the caller calls it.
+      x: the array; where it is traced, or of integers, it passes.
+
     Raises:
-      ValueError: for all else.
+      ValueError: for such an array.
     """
     if traced(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
         return
@@ -151,7 +173,7 @@ def finite(name: str, x: Array | NDArray[Any]) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: arrays by their shape, all else cut to a line and without its place in memory."""
+    """A value in a message: arrays by their shape, all else cut to 60 characters and without its place in memory."""
     if isinstance(value, np.ndarray | jax.Array) and np.ndim(value):
         return f'an array {np.shape(value)}'
     text = ' '.join((str if isinstance(value, np.generic) else repr)(value).split())
@@ -167,13 +189,19 @@ SUCH_AS = {
     FederatedData: 'FederatedData, such as data.federate(x, y, parts)',
     State: 'a State, such as simulate.init(algorithm, key, data)',
 }
+"""The types that `kind` knows, and how each is made."""
 
 
 def kind(name: str, value: Any, wanted: type) -> None:
     """Refuses what is not of one of the library's types: a model where a task is due, or a module for a model.
 
+    Args:
+      name: what the caller calls it.
+      value: anything.
+      wanted: a type of SUCH_AS.
+
     Raises:
-      ValueError: for all else.
+      ValueError: for what is not of that type.
     """
     if not isinstance(value, wanted):
         given = type(value).__name__ if not isinstance(value, type) else f'the class {value.__name__}'
@@ -183,8 +211,12 @@ def kind(name: str, value: Any, wanted: type) -> None:
 def optimizer(name: str, value: Any) -> None:
     """Refuses what is no function from the round to an optimizer.
 
+    Args:
+      name: what the caller calls it.
+      value: anything; a function is called once, with round 0.
+
     Raises:
-      ValueError: for all else.
+      ValueError: for what is no such function.
     """
     found = value(jnp.int32(0)) if callable(value) and not isinstance(value, type) else value
     if found is value or not (hasattr(found, 'init') and hasattr(found, 'update')):
@@ -194,8 +226,12 @@ def optimizer(name: str, value: Any) -> None:
 def key(name: str, value: Any) -> None:
     """Refuses what is no random key.
 
+    Args:
+      name: what the caller calls it.
+      value: anything; one key of `jax.random.key` passes, or [2] uint32 of `jax.random.PRNGKey`.
+
     Raises:
-      ValueError: for all else.
+      ValueError: for what is none, or several.
     """
     dtype = getattr(value, 'dtype', None)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)

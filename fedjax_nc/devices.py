@@ -13,7 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fedjax_nc.base import Array, FederatedData, State, Tree
 
-AXIS = 'clients'
+AXIS = 'clients'  #: the axis of a mesh
+#: whole on every device, or split along the first axis
 EVERYWHERE, BY_CLIENT = PartitionSpec(), PartitionSpec(AXIS)
 
 
@@ -24,7 +25,15 @@ def mesh(devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def shardings(mesh: Mesh, clients: Tree) -> tuple[NamedSharding, NamedSharding]:
-    """Where server and client states live: the server everywhere, the clients split where their number allows it."""
+    """Where server and client states live: the server everywhere, the clients split where their number allows it.
+
+    Args:
+      mesh: from the function `mesh`.
+      clients: client states, leading axis K; shapes will do. Not split if there are none.
+
+    Returns:
+      The sharding of the server's state and that of the clients'.
+    """
     leaves = jax.tree.leaves(clients)
     even = bool(leaves) and leaves[0].shape[0] % mesh.size == 0
     return NamedSharding(mesh, EVERYWHERE), NamedSharding(mesh, BY_CLIENT if even else EVERYWHERE)
@@ -35,6 +44,14 @@ def place(mesh: Mesh, state: State, data: FederatedData) -> tuple[State, Federat
 
     Client states are split over the devices if their number is a multiple of the devices', else every device holds all
     of them. The data are on every device. With several processes each must hand over the same values.
+
+    Args:
+      mesh: from the function `mesh`.
+      state: from `simulate.init`, say.
+      data: the clients.
+
+    Returns:
+      State and data, with the same values.
     """
     server, clients = shardings(mesh, state.clients)
     state = State(jax.device_put(state.server, server), jax.device_put(state.clients, clients))
@@ -42,7 +59,10 @@ def place(mesh: Mesh, state: State, data: FederatedData) -> tuple[State, Federat
 
 
 def settled(mesh: Mesh, server: Tree, clients: Tree) -> tuple[Tree, Tree]:
-    """States inside a compiled round, held to where `place` puts them, so that the next round finds them there."""
+    """The states `server` and `clients` inside a compiled round, held to where `place` puts them on the `mesh`.
+
+    So the next round finds them there.
+    """
     at_server, at_clients = shardings(mesh, clients)
     return jax.lax.with_sharding_constraint(server, at_server), jax.lax.with_sharding_constraint(clients, at_clients)
 

@@ -22,8 +22,14 @@ from fedjax_nc.local import batch_at, full_batches
 def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int = 256) -> Array:
     """Counts [C, C] int32 of `predict: x [B, ...] -> logits [B, C]` over the examples of one shard.
 
+    Args:
+      predict: the model.
+      shard: one client's examples, or a test set.
+      batch_size: examples at a time.
+
     Raises:
-      ValueError: for logits or labels of other shapes, or if the model and the data have other numbers of classes.
+      ValueError: for logits or labels of other shapes, a `batch_size` below 1, or if the model and the data have other
+        numbers of classes.
     """
     classes = shard.counts.shape[0]
     checks.labels('labels', shard.y, len(shard.x))
@@ -47,12 +53,36 @@ def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int =
 
 
 def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes: int, batch_size: int = 256) -> Array:
-    """Counts [C, C] of the generic model on a test set `x [n, ...]`, `y [n]` int.
+    """Counts [C, C] int32 of the generic model on a test set.
 
     A large set in a NumPy array, which may be mapped from a file, goes to the device in pieces.
 
+    Args:
+      algorithm: what predicts.
+      state: its state.
+      x: [n, ...].
+      y: [n] int in [0, C).
+      num_classes: their number C.
+      batch_size: examples at a time.
+
+    Returns:
+      [C, C] int32: row = true class, column = predicted class.
+
     Raises:
-      ValueError: if the set is empty, its shapes do not fit, a label is not in [0, C), or an example is not finite.
+      ValueError: if the set is empty, its shapes do not fit, a label is not in [0, C), an example is not finite, the
+        model has another number of classes, or `algorithm` is none.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import evaluate, heads, local, losses, models, objective, simulate, testing
+      >>> from fedjax_nc.algorithms import fedavg
+      >>> clients = testing.clients()
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> algorithm = fedavg.algorithm(task, local.sgd(0.1))
+      >>> state = simulate.init(algorithm, jax.random.key(0), clients)
+      >>> table = evaluate.generic(algorithm, state, clients.x, clients.y, num_classes=5)
+      >>> table.shape, int(table.sum())
+      ((5, 5), 600)
     """
     checks.kind('algorithm', algorithm, Algorithm)
     checks.whole('num_classes', num_classes)
@@ -94,8 +124,24 @@ def per_client(
       allowed: [K, C], which classes a client may predict at all, such as `train.counts > 0`; every one by default.
       batch_size: examples at a time.
 
+    Returns:
+      [K, C, C] int32, a table for each client.
+
     Raises:
-      ValueError: if the model and the data have other numbers of classes, or the state and the data of clients.
+      ValueError: if the model and the data have other numbers of classes, the state and the data of clients, `allowed`
+        has another shape, or for what is no algorithm or no data.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import evaluate, heads, local, losses, models, objective, simulate, testing
+      >>> from fedjax_nc.algorithms import solo
+      >>> clients = testing.clients()
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> algorithm = solo.algorithm(task, local.sgd(0.1))
+      >>> state = simulate.init(algorithm, jax.random.key(0), clients)
+      >>> tables = evaluate.per_client(algorithm, state, clients)
+      >>> tables.sum(axis=(1, 2)).tolist() == clients.size.tolist()
+      True
     """
     checks.kind('algorithm', algorithm, Algorithm)
     checks.kind('data', data, FederatedData)
@@ -142,7 +188,17 @@ def _square(counts: Array) -> None:
 
 @jax.jit
 def accuracy(counts: Array) -> Array:
-    """Share of correct predictions of tables `[..., C, C]`; 0 for an empty table."""
+    """Share of correct predictions of tables, `[..., C, C] -> [...]` float32; 0 for an empty table.
+
+    Raises:
+      ValueError: as all that reads tables, for another shape.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fedjax_nc import evaluate
+      >>> float(evaluate.accuracy(jnp.array([[3, 1], [0, 4]])))
+      0.875
+    """
     _square(counts)
     total = jnp.sum(counts, axis=(-2, -1))
     return jnp.trace(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
@@ -150,7 +206,10 @@ def accuracy(counts: Array) -> Array:
 
 @jax.jit
 def class_accuracy(counts: Array) -> Array:
-    """Accuracy of each true class, `[..., C, C] -> [..., C]`; 0 for a class without examples."""
+    """Accuracy of each true class, `[..., C, C] -> [..., C]` float32; 0 for a class without examples.
+
+    Raises ValueError for another shape.
+    """
     _square(counts)
     total = jnp.sum(counts, axis=-1)
     return jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
@@ -162,6 +221,16 @@ def weighted_accuracy(counts: Array, weights: Array) -> Array:
 
     With `data.class_weights` these are the personalised accuracies PM(V) and PM(L) of FedNH (Dai et al., AAAI 2023) on
     their balanced test set. On an unbalanced one classes still count by their weights alone, as in FedLoGe.
+
+    Args:
+      counts: tables [..., C, C].
+      weights: at least 0, of any sum; one table may have several, and several tables one.
+
+    Returns:
+      [...] float32; 0 where no class that the table holds has a weight.
+
+    Raises:
+      ValueError: for shapes that do not go together.
     """
     _square(counts)
     _by_class('weights', weights, counts)
@@ -187,7 +256,7 @@ def groups(counts: Array) -> Array:
     """Whether a class has many (0), medium (1) or few (2) training examples: `[..., C] -> [..., C]` int32.
 
     From the largest class down, 'many' are those up to the one with which three quarters of the examples are reached,
-    'medium' those up to 95 %, as in FedLoGe (Xiao et al., ICLR 2024). Rows of [K, C] counts are grouped each by itself.
+    'medium' those up to 95 %, as in FedLoGe (Xiao et al., ICLR 2024). `counts [K, C]` are grouped row by row.
     """
     order = jnp.argsort(-counts, axis=-1)
     ordered = jnp.take_along_axis(counts, order, axis=-1)
@@ -198,16 +267,23 @@ def groups(counts: Array) -> Array:
 
 
 def by_group(values: Array, groups: Array) -> Array:
-    """Sums `values [..., C]` over the classes of each of `groups`: many, medium, few, `[..., 3]`."""
+    """Sums `values [..., C]` over the classes of each of `groups [..., C]`: many, medium, few, `[..., 3]`."""
     return jnp.sum(values[..., None] * jax.nn.one_hot(groups, 3, dtype=values.dtype), axis=-2)
 
 
 @jax.jit
 def group_accuracy(counts: Array, groups: Array) -> Array:
-    """Accuracy of tables `[..., C, C]` over the test examples of each of `groups [..., C]`: `[..., 3]`, 0 without any.
+    """Accuracy of tables `counts [..., C, C]` over the test examples of each group: `[..., 3]` float32, 0 without any.
 
     Accuracies of clients by their own groups are to be averaged over those that have any, with
     `over(group_accuracy(tables, g), by_group(tables.sum(-1), g) > 0)`.
+
+    Args:
+      counts: tables.
+      groups: [..., C], as the function `groups` makes them of counts of training examples.
+
+    Raises:
+      ValueError: for shapes that do not go together.
     """
     _square(counts)
     _by_class('groups', groups, counts)
@@ -217,7 +293,10 @@ def group_accuracy(counts: Array, groups: Array) -> Array:
 
 @jax.jit
 def class_f1(counts: Array) -> Array:
-    """F1 score of each class, `[..., C, C] -> [..., C]`: `2 hits / (examples + predictions)`; 0 without either."""
+    """F1 score of each class, `[..., C, C] -> [..., C]` float32: `2 hits / (examples + predictions)`; 0 without either.
+
+    Raises ValueError for another shape.
+    """
     _square(counts)
     met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2)
     return 2.0 * jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(met, 1).astype(jnp.float32)
@@ -225,7 +304,10 @@ def class_f1(counts: Array) -> Array:
 
 @jax.jit
 def macro_f1(counts: Array) -> Array:
-    """Mean F1 score over the classes that a table holds or predicts: `[..., C, C] -> [...]`."""
+    """Mean F1 score over the classes that a table holds or predicts: `[..., C, C] -> [...]` float32; 0 if it is empty.
+
+    Raises ValueError for another shape.
+    """
     _square(counts)
     met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2) > 0
     return jnp.sum(class_f1(counts), axis=-1) / jnp.maximum(jnp.sum(met, axis=-1), 1)
@@ -233,7 +315,10 @@ def macro_f1(counts: Array) -> Array:
 
 @jax.jit
 def weighted_f1(counts: Array) -> Array:
-    """Mean F1 score weighted by the examples of each true class: `[..., C, C] -> [...]`."""
+    """Mean F1 score weighted by the examples of each true class: `[..., C, C] -> [...]` float32; 0 if there are none.
+
+    Raises ValueError for another shape.
+    """
     _square(counts)
     support = jnp.sum(counts, axis=-1)
     total = jnp.maximum(jnp.sum(support, axis=-1), 1).astype(jnp.float32)
@@ -243,8 +328,8 @@ def weighted_f1(counts: Array) -> Array:
 class Over(NamedTuple):
     """Mean and standard deviation of a number over the clients that count."""
 
-    mean: Array
-    std: Array  #: of the population
+    mean: Array  #: [...] float32
+    std: Array  #: [...] float32, of the population
 
 
 @jax.jit
@@ -254,6 +339,12 @@ def over(values: Array, weight: Array) -> Over:
     Args:
       values: one number for each client, or several.
       weight: as `values` or [K], such as `data.size`, or whether a client counts.
+
+    Returns:
+      Mean and standard deviation, of the shape of one client's values; 0 where nobody counts.
+
+    Raises:
+      ValueError: for weights of another shape.
     """
     weight = jnp.asarray(weight)
     if weight.ndim == 0 or weight.shape != values.shape[: weight.ndim]:
@@ -268,15 +359,28 @@ def over(values: Array, weight: Array) -> Over:
 class OverClients(NamedTuple):
     """Accuracies of a population; clients without test examples are left out."""
 
-    mean: Array
-    std: Array  #: population standard deviation
-    pooled: Array  #: weighted by numbers of test examples
-    low: Array  #: 10th percentile
+    mean: Array  #: [] float32
+    std: Array  #: [] float32, population standard deviation
+    pooled: Array  #: [] float32, weighted by numbers of test examples
+    low: Array  #: [] float32, 10th percentile
 
 
 @jax.jit
 def over_clients(counts: Array) -> OverClients:
-    """Sums up tables [K, C, C] of all clients."""
+    """Accuracies over a population, of tables `counts [K, C, C]` with one for each client.
+
+    Without any test example `low` is NaN and the others are 0.
+
+    Raises:
+      ValueError: for another shape.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fedjax_nc import evaluate
+      >>> tables = jnp.array([[[4, 0], [0, 0]], [[1, 1], [0, 0]], [[0, 0], [0, 0]]])
+      >>> [round(float(u), 3) for u in evaluate.over_clients(tables)]  # mean, std, pooled, low
+      [0.75, 0.25, 0.833, 0.55]
+    """
     _square(counts)
     checks.rows('tables', counts, 3)
     tested = jnp.sum(counts, axis=(-2, -1)) > 0

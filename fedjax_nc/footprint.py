@@ -24,7 +24,7 @@ class Footprint(NamedTuple):
     """Bytes of a round. The lanes and the server's update take turns, the others stay."""
 
     data: int  #: the pool, the index table and the rest of the clients' data
-    server: int
+    server: int  #: its state
     clients: int  #: the states of all clients
     messages: int  #: their running sum; under `aggregators.stacked` a row for each client of the cohort
     lane: int  #: one client at work: model, gradients, optimizer state, what the backward pass must remember, message
@@ -33,6 +33,7 @@ class Footprint(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Bytes of the whole round."""
         return self.data + self.server + self.clients + self.messages + max(self.chunk * self.lane, self.update)
 
     def fitting(self, limit: float) -> int:
@@ -53,9 +54,18 @@ def estimate(
 ) -> Footprint:
     """The memory of a round of `simulate.make_round(algorithm, cohort=cohort, chunk=chunk)`.
 
-    State and data may be `jax.ShapeDtypeStruct`s, such as `jax.eval_shape` makes of `simulate.init`. On several devices
-    it is an upper bound for each, because there the states of the clients may be divided. `platform` is 'cpu', 'cuda'
-    or 'tpu', by default that of the default backend.
+    On several devices it is an upper bound for each, because there the states of the clients may be divided.
+
+    Args:
+      algorithm: any `Algorithm`.
+      state: its state; shapes will do, such as `jax.eval_shape` makes of `simulate.init`.
+      data: the clients; shapes will do.
+      cohort: clients a round, all by default.
+      chunk: clients side by side; by default `simulate.default_chunk`.
+      platform: 'cpu', 'cuda' or 'tpu', by default that of the default backend.
+
+    Returns:
+      Bytes of each part; `total` of them all.
 
     Raises:
       ValueError: for a cohort or a chunk that `make_round` refuses.
@@ -92,13 +102,21 @@ def estimate(
 def check(
     algorithm: Algorithm, state: State, data: FederatedData, *, limit: float | None = None, **kwargs: Any
 ) -> Footprint:
-    """Refuses a round that cannot fit. Arguments but the limit are those of `estimate`.
+    """Refuses a round that cannot fit.
 
     Args:
-      limit: bytes for the round, its state and data included. By default what those occupy already and what is
-        `available` besides; nothing is refused where that is unknown.
+      algorithm: as for `estimate`.
+      state: as for `estimate`.
+      data: as for `estimate`.
+      limit: bytes for the round, its state and data included. By default what those occupy already and what the first
+        device, or main memory, can still give; nothing is refused where that is unknown.
+      **kwargs: `cohort`, `chunk` and `platform` of `estimate`.
+
+    Returns:
+      The estimate.
 
     Raises:
+      ValueError: as `estimate`.
       MemoryError: if the estimate is above the limit, with both, the largest share and the chunk that would fit.
     """
     need = estimate(algorithm, state, data, **kwargs)

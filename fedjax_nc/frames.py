@@ -16,7 +16,7 @@ from fedjax_nc.base import Array
 
 
 def normalize(z: Array, eps: float = 1e-6) -> Array:
-    """`z` divided by its Euclidean norm over the last axis, in float32; norms below `eps` count as `eps`.
+    """`z [..., D]` divided by its Euclidean norm over the last axis, in float32; norms below `eps` count as `eps`.
 
     The clamp inside the root keeps the gradient finite at zero.
     """
@@ -31,8 +31,23 @@ def simplex_etf(key: Array, dim: int, classes: int) -> Array:
     `sqrt(C / (C-1)) Q H^T` with Haar-distributed orthonormal `Q [d, C-1]` and the Helmert basis `H [C, C-1]` of the
     vectors that sum to zero, and so exists for every `dim >= classes - 1`.
 
+    Args:
+      key: draws the directions.
+      dim: d, at least `classes - 1`.
+      classes: C, at least 2.
+
     Raises:
-      ValueError: if `classes < 2` or `dim < classes - 1`.
+      ValueError: if `classes < 2` or `dim < classes - 1`, or for what is no whole number.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from fedjax_nc import frames
+      >>> frame = frames.simplex_etf(jax.random.key(0), 8, 5)
+      >>> frame.shape
+      (8, 5)
+      >>> bool(jnp.allclose(frame.T @ frame, jnp.where(jnp.eye(5), 1, -1 / 4), atol=1e-2))
+      True
     """
     checks.whole('dim', dim)
     checks.whole('classes', classes)
@@ -62,8 +77,8 @@ def uniform(key: Array, dim: int, classes: int, method: str = 'auto') -> Array:
 
     Args:
       key: draws the directions; regular polygons have none to draw.
-      dim: d.
-      classes: C.
+      dim: of the vectors, d.
+      classes: their number C.
       method: 'auto', or 'orthogonal' for orthonormal columns, as the released code of FedNH draws them.
 
     Raises:
@@ -89,7 +104,7 @@ def uniform(key: Array, dim: int, classes: int, method: str = 'auto') -> Array:
 
 
 def min_distance(frame: Array) -> Array:
-    """Smallest Euclidean distance between two columns of a frame [d, C]: scalar float32, infinite for one column."""
+    """Smallest Euclidean distance between two columns of a `frame [d, C]`: [] float32, infinite for one column."""
     columns = frame.astype(jnp.float32).T
 
     def nearest(i: Array) -> Array:
@@ -231,17 +246,17 @@ def _etf_gaps(frame: Array) -> Array:
 class FrameQuality(NamedTuple):
     """How much a frame is like a simplex ETF, whose angles are all `arccos(-1 / (C-1))`; scalars in float32."""
 
-    norm_mean: Array
-    norm_var: Array
+    norm_mean: Array  #: of the columns' lengths
+    norm_var: Array  #: of the columns' lengths
     angle_mean: Array  #: degrees, over pairs of columns
-    angle_var: Array
+    angle_var: Array  #: degrees squared, over pairs of columns
     gap: Array  #: largest `|cos + 1 / (C-1)|`
     zeros: Array  #: share of entries that are exactly zero
 
 
 @jax.jit
 def frame_quality(frame: Array) -> FrameQuality:
-    """Measures a frame [d, C] of at least two columns, none of them zero. Variances are those of populations."""
+    """Measures a `frame [d, C]` of at least two columns, none of them zero. Variances are those of populations."""
     frame = frame.astype(jnp.float32)
     norms = jnp.sqrt(jnp.sum(frame * frame, axis=0))
     pairs = jnp.triu_indices(frame.shape[1], 1)

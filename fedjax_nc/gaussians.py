@@ -18,19 +18,30 @@ from fedjax_nc.base import Array, Shard
 class Gaussians(NamedTuple):
     """One Gaussian a class; a class with `count` 0 is unknown."""
 
-    count: Array  # type: ignore[assignment]  #: [C]
-    mean: Array  #: [C, D]
-    cov: Array  #: [C, D, D], or [C, D] where they are diagonal
+    #: [C] float32, examples
+    count: Array  # type: ignore[assignment]
+    mean: Array  #: [C, D] float32
+    cov: Array  #: [C, D, D] float32, or [C, D] where they are diagonal
 
 
 def scatter(z: Array, y: Array, weight: Array, mean: Array, covariance: str = 'full') -> Array:
-    """Second moments of `z [n, D]` around the means `[C, D]` of their classes `y [n]`, weighted by `weight [n]`.
+    """Second moments of `z [n, D]` around the means of their classes: `sum_i w_i (z_i - m_y)(z_i - m_y)^T`.
+
+    Args:
+      z: features [n, D].
+      y: labels [n] int in [0, C).
+      weight: weights [n], 0 for rows that do not count.
+      mean: [C, D].
+      covariance: 'full', 'diag' or 'tied'.
 
     Returns:
-      [C, D, D]; for 'diag' their diagonals [C, D]; for 'tied' their sum [D, D].
+      [C, D, D]; for 'diag' their diagonals [C, D]; for 'tied' their sum [D, D]. All float32.
+
+    Raises:
+      ValueError: for another `covariance`, or shapes that do not fit.
     """
     _known(covariance)
-    classwise.fitting(z, y, weight)
+    classwise.check_rows(z, y, weight)
     if covariance == 'full':
         return classwise.scatter(z, y, weight, mean)
     gap = jnp.where(weight[:, None] > 0, z - mean[y], 0.0)
@@ -47,8 +58,16 @@ def merge(classes: ClassRows, scatters: Array, covariance: str = 'full') -> Gaus
     Args:
       classes: class means [K, C, D] and counts [K, C].
       scatters: the sum over clients of their `scatter`.
-      covariance: of which kind they are.
+      covariance: of which kind they are: 'full', 'diag' or 'tied'.
+
+    Returns:
+      Moments with `n_c - 1` degrees of freedom for each class, or for 'tied' their sum, and at least 1. Covariances are
+      [C, D, D], for 'tied' the same one C times, for 'diag' [C, D].
+
+    Raises:
+      ValueError: for another `covariance`.
     """
+    _known(covariance)
     weight = classes.weight
     count = jnp.sum(weight, axis=0)
     number = len(count)
@@ -84,6 +103,10 @@ def sample(
       samples: features of each known class, or with `proportional` their mean over all classes; at least 1.
       proportional: whether class c gets `round(samples C n_c / n)`.
       ridge: added to the eigenvalues.
+
+    Returns:
+      A shard: a pool of `samples C` rows [D], or twice as many with `proportional`, their labels, and row numbers of
+      which the first `size` are real; `counts` [C] says how many of each class.
     """
     count, classes = gaussians.count, len(gaussians.count)
     share = samples * (count > 0).astype(jnp.int32)

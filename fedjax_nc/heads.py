@@ -15,11 +15,14 @@ from fedjax_nc.frames import normalize as normalize
 from fedjax_nc.frames import simplex_etf
 
 Frame = Callable[[Array, int, int], Array]
-"""(key, dimensions, classes) -> [d, C], one column a class; see `frames`."""
+"""(key, d, C) -> [d, C] float32, one column a class; see `frames`."""
 
 
 def dense_init(key: Array, inputs: int, outputs: int, bias: bool = True) -> dict[str, Array]:
-    """An affine layer with entries uniform in `+-1 / sqrt(inputs)`."""
+    """An affine layer `{'w' [inputs, outputs], 'b' [outputs]}` in float32, entries uniform in `+-1 / sqrt(inputs)`.
+
+    As PyTorch's `Linear` begins. Without `bias` there is no 'b'.
+    """
     bound = inputs**-0.5
     kw, kb = jax.random.split(key)
     layer = {'w': jax.random.uniform(kw, (inputs, outputs), jnp.float32, -bound, bound)}
@@ -29,18 +32,32 @@ def dense_init(key: Array, inputs: int, outputs: int, bias: bool = True) -> dict
 
 
 def product(z: Array, w: Array) -> Array:
-    """`z W` in float32, also on devices that would round the factors."""
+    """`z [..., D] w [D, C]` in float32, also on devices that would round the factors: [..., C]."""
     return jnp.matmul(z.astype(jnp.float32), w, precision='highest')
 
 
 def dense(params: Tree, z: Array) -> Array:
-    """`z W + b` in float32."""
+    """`z w + b` in float32, of the layer `params` as `dense_init` makes it; `z [..., inputs]`."""
     out = product(z, params['w'])
     return out + params['b'] if 'b' in params else out
 
 
 def linear(bias: bool = True) -> Head:
-    """The ordinary classifier: `params = {'w' [D, C], 'b' [C]}`."""
+    """The ordinary classifier `z w + b`: `params = {'w' [D, C], 'b' [C]}`, without 'b' if there is no `bias`.
+
+    It begins as PyTorch's `Linear`, uniform in `+-1 / sqrt(D)`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from fedjax_nc import heads
+      >>> head = heads.linear()
+      >>> params, fixed = head.init(jax.random.key(0), 16, 10)  # D = 16, C = 10
+      >>> {name: value.shape for name, value in params.items()}, fixed
+      ({'w': (16, 10), 'b': (10,)}, {})
+      >>> head.logits(params, fixed, jnp.ones((3, 16))).shape
+      (3, 10)
+    """
     return Head(
         init=lambda key, dim, classes: (dense_init(key, dim, classes, bias), {}),
         logits=lambda params, fixed, z: dense(params, z),
@@ -51,6 +68,10 @@ def cosine(scale: float = 1.0, learn_scale: bool = True) -> Head:
     """Learnable class vectors compared by angle: `scale * cos(z, w_c)`.
 
     `params = {'w' [D, C], 'scale' []}`; the scale is in `fixed` when it is not learned.
+
+    Args:
+      scale: first value of the scale.
+      learn_scale: whether it is learned.
 
     Raises:
       ValueError: for a `scale` that is not positive.
@@ -95,6 +116,18 @@ def etf(
     Raises:
       ValueError: for a `scale` that is not positive, or a `dim` below 1; on `init`, if `d < C - 1`, or if `dim` is not
         the feature width and there is no projection.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from fedjax_nc import heads
+      >>> head = heads.etf(scale=4.0)
+      >>> params, fixed = head.init(jax.random.key(0), 16, 10)  # D = 16, C = 10
+      >>> sorted(params), fixed['v'].shape
+      (['proj', 'scale'], (10, 10))
+      >>> logits = head.logits(params, fixed, jnp.ones((3, 16)))
+      >>> logits.shape, bool((abs(logits) <= 4).all())
+      ((3, 10), True)
     """
     checks.number('scale', scale, open_low=True)
     if dim is not None:

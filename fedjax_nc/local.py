@@ -17,7 +17,7 @@ from fedjax_nc import checks
 from fedjax_nc.base import Array, Batch, Info, Shard, Tree
 
 ClientOptimizer = Callable[[Array], optax.GradientTransformation]
-"""From the round's number to an optimizer: its state starts anew each round, where a schedule would start anew too."""
+"""From the round's number, [] int32, to an optimizer. Its state starts anew each round, as a schedule's would."""
 
 
 class Plan(NamedTuple):
@@ -26,18 +26,27 @@ class Plan(NamedTuple):
     What full batches leave over of a pass is a batch too, padded to the smallest of `tails` that holds it, or to a full
     one. Results are the same up to the order of sums; each further size is compiled, and saves padding where clients
     run one at a time (side by side, lanes wait for every size that one of them needs).
+
+    Example:
+      >>> from fedjax_nc import local
+      >>> local.Plan(batch_size=32, epochs=5, tails=(8, 16))
+      Plan(batch_size=32, epochs=5, tails=(8, 16))
     """
 
-    batch_size: int = 128
-    epochs: int = 3
-    tails: tuple[int, ...] = ()
+    batch_size: int = 128  #: examples a step; a client with fewer takes all
+    epochs: int = 3  #: passes over the client's examples in a round
+    tails: tuple[int, ...] = ()  #: smaller batches, ascending
 
 
 def checked(name: str, plan: Plan) -> None:
     """Refuses what is no plan of whole numbers of at least 1, or has tails that are not ascending below a full batch.
 
+    Args:
+      name: what the caller calls it.
+      plan: anything.
+
     Raises:
-      ValueError: for all else.
+      ValueError: for all but such a plan.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f'{name} must be a local.Plan(batch_size, epochs), not {checks.shown(plan)}')
@@ -54,10 +63,10 @@ def checked(name: str, plan: Plan) -> None:
 class Trained(NamedTuple):
     """What local training leaves behind."""
 
-    params: Tree
-    stats: Tree
-    opt_state: Tree
-    info: Info
+    params: Tree  #: of the structure that went in
+    stats: Tree  #: running statistics at the end
+    opt_state: Tree  #: of the optimizer
+    info: Info  #: loss, steps, examples and batch rows
 
 
 def sgd(
@@ -70,12 +79,29 @@ def sgd(
     """SGD with heavy-ball momentum and L2 decay added to the gradient.
 
     `g += weight_decay * theta; m = momentum * m + g; theta -= lr * decay**round * m`, as the published federated
-    experiments use it. `lr` and `decay` may be traced. With `clip`, the gradient is first scaled down to that norm,
-    taken over everything that is trained.
+    experiments use it.
+
+    Args:
+      lr: rate in the first round, whose number is 0; may be traced.
+      momentum: in [0, 1); 0 keeps none.
+      weight_decay: times the parameters, added to the gradient.
+      decay: factor of the rate from round to round; may be traced.
+      clip: norm to which the gradient is first scaled down, taken over everything that is trained; None for no limit.
+
+    Returns:
+      From the round's number to an optax optimizer, as algorithms take it.
 
     Raises:
       ValueError: for a negative rate, weight decay or `decay`, a momentum outside [0, 1), a `clip` that is not
         positive.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fedjax_nc import local
+      >>> opt = local.sgd(0.1, momentum=0.0, weight_decay=0.0, decay=0.5)(jnp.int32(2))  # that of the third round
+      >>> updates, _ = opt.update(jnp.array([1.0, -2.0]), opt.init(jnp.zeros(2)))
+      >>> [round(float(u), 4) for u in updates]
+      [-0.025, 0.05]
     """
     for name, value in (('lr', lr), ('weight_decay', weight_decay), ('decay', decay)):
         checks.number(name, value)
@@ -95,7 +121,7 @@ def sgd(
 
 
 def clipping(norm: float | None) -> optax.GradientTransformation:
-    """Scales a gradient down to that norm over all its leaves; None for no limit.
+    """An optax transformation that scales a gradient down to `norm` over all its leaves; None for no limit.
 
     Raises:
       ValueError: for a norm that is not positive.
@@ -115,7 +141,7 @@ def _shuffled(key: Array, shard: Shard, batch_size: int) -> Array:
 
 
 def full_batches(rows: Array, batch_size: int) -> Array:
-    """Pads `rows [N]` to a multiple of the batch size."""
+    """Pads `rows [N]` with zeros to a multiple of `batch_size`."""
     return jnp.pad(rows, (0, -len(rows) % batch_size))
 
 
@@ -125,7 +151,15 @@ def batch_at(
     """The examples `step * batch_size + [0, width)` of `rows`, of which the client owns the first ones.
 
     Those past its size are masked, and are copies of the first: what is masked is computed all the same, and because
-    `0 * nan` is not 0, a row of somebody else's would reach gradients. By default the width is a full batch.
+    `0 * nan` is not 0, a row of somebody else's would reach gradients.
+
+    Args:
+      step: which batch, [] int32 from 0.
+      rows: [n] int32 rows of the pool, the client's first, n a multiple of `batch_size`, as `full_batches` pads them.
+      shard: the client's data.
+      batch_size: examples of a full batch, B.
+      key: for augmentation and dropout; None means evaluation.
+      width: examples that are taken, up to B; a full batch by default.
     """
     start, width = step * batch_size, width or batch_size
     mask = start + jnp.arange(width) < shard.size
@@ -160,8 +194,11 @@ def local_sgd(
       plan: batch size and epochs.
       opt_state: where the optimizer starts; by default `opt.init(params)`.
 
+    Returns:
+      Parameters, statistics and optimizer state at the end, and the `Info` of the work.
+
     Raises:
-      ValueError: if batch size or epochs are below 1, or epochs are beyond counting.
+      ValueError: for a plan that `checked` refuses, or more epochs than examples can be counted of in int32.
     """
     checked('plan', plan)
     if plan.epochs * (shard.index.shape[0] + plan.batch_size) >= 2**31:
@@ -200,14 +237,18 @@ def local_sgd(
 
 
 def joined(first: Info, second: Info) -> Info:
-    """The work of two phases, with the loss of the second."""
+    """The work of two phases: sums of `first` and `second`, with the loss of the second."""
     return jax.tree.map(jnp.add, first, second)._replace(loss=second.loss)
 
 
 def sweep(fn: Callable[[Batch], Array], shard: Shard, batch_size: int, key: Array | None = None) -> Array:
     """`fn` of all the client's examples in index order: [N, ...], zero beyond its size.
 
-    Batches carry no key, so that models run in evaluation mode, unless one is given.
+    Args:
+      fn: of a `Batch` of B examples, `[B, ...]` of any type.
+      shard: the client's data.
+      batch_size: B; all N at once where they are fewer.
+      key: folded with the number of each batch; None means evaluation.
     """
     n = shard.index.shape[0]
     b = min(batch_size, n)
@@ -226,7 +267,8 @@ def sweep(fn: Callable[[Batch], Array], shard: Shard, batch_size: int, key: Arra
 def featurize(features: Callable[[Batch], Array], shard: Shard, batch_size: int, key: Array | None = None) -> Shard:
     """The client's data seen through a fixed model: a shard whose pool is its own `features(batch)`, computed once.
 
-    Its pool is in index order, so that row i is `shard.index[i]`; rows and labels beyond the client's size are zero.
+    Its pool `[N, ...]` is in index order, so that row i is `shard.index[i]`; rows and labels beyond the client's size
+    are zero. `batch_size` and `key` are those of `sweep`.
     """
     z = sweep(features, shard, batch_size, key)
     y = jnp.where(jnp.arange(len(z)) < shard.size, shard.y[shard.index], 0)

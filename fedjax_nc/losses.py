@@ -1,4 +1,4 @@
-"""Losses: `(logits [B, C], labels [B], counts [C]) -> [B]`, one float32 value an example.
+"""Losses: `(logits [B, C], labels [B] int in [0, C), counts [C]) -> [B]`, one float32 value an example.
 
 `counts` is the label histogram of the client that trains; losses that do not use it ignore it. Averaging over the real
 examples of a batch happens in `objective`. Variants are made with `functools.partial(balanced_softmax, gamma=0.5)`.
@@ -10,14 +10,27 @@ import optax
 from fedjax_nc import checks
 from fedjax_nc.base import Array
 
-ABSENT = -1e9  # a log prior that removes a class; infinite ones would turn 0 * inf into NaN
+ABSENT = -1e9  #: a log prior that removes a class; infinite ones would turn 0 * inf into NaN
 
 
 def cross_entropy(logits: Array, labels: Array, counts: Array | None = None) -> Array:
-    """Softmax cross-entropy.
+    """Softmax cross-entropy `-log softmax(logits)_y`: [B] float32.
+
+    Args:
+      logits: [B, C].
+      labels: [B] int in [0, C).
+      counts: not used.
 
     Raises:
-      ValueError: as all losses, for other shapes than [B, C] and [B], or labels that are no integers.
+      ValueError: as all losses, for other shapes than [B, C] and [B], labels that are no integers, or, where they are
+        not traced, outside of [0, C).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fedjax_nc import losses
+      >>> values = losses.cross_entropy(jnp.array([[2.0, 0.0], [0.0, 0.0]]), jnp.array([0, 1]))
+      >>> [round(float(u), 3) for u in values]
+      [0.127, 0.693]
     """
     _fitting(logits, labels)
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
@@ -39,8 +52,20 @@ def balanced_softmax(
       absent: what a class that the client lacks counts as: 'floor' counts it once, as in the released code of FedETF;
         'mask' removes it from the denominator, as in the paper.
 
+    Returns:
+      [B] float32.
+
     Raises:
-      ValueError: for another `absent`.
+      ValueError: for another `absent`; and as `cross_entropy`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fedjax_nc import losses
+      >>> logits, labels, counts = jnp.zeros((2, 3)), jnp.array([0, 1]), jnp.array([8, 2, 0])
+      >>> [round(float(u), 3) for u in losses.balanced_softmax(logits, labels, counts)]  # log(11/8), log(11/2)
+      [0.318, 1.705]
+      >>> [round(float(u), 3) for u in losses.balanced_softmax(logits, labels, counts, absent='mask')]  # of 10
+      [0.223, 1.609]
     """
     prior = gamma * jnp.log(jnp.maximum(counts, 1).astype(jnp.float32))
     if absent == 'mask':
@@ -54,7 +79,8 @@ def dot_regression(logits: Array, labels: Array, counts: Array | None = None, *,
     """Half the squared gap between the true class's logit and `target`; other classes do not matter.
 
     With logits that are cosines to a fixed ETF this is the dot-regression loss of Yang et al. (NeurIPS 2022), whose
-    only force pulls a feature towards its class vector.
+    only force pulls a feature towards its class vector. Other arguments and errors (ValueError) are those of
+    `cross_entropy`.
     """
     return 0.5 * jnp.square(_true_logit(logits, labels) - target)
 
@@ -73,6 +99,12 @@ def restricted_softmax(
       counts: [C], label histogram of the client's training data.
       alpha: factor for absent classes; 1 is the cross-entropy.
       soft: `a_c = alpha + (1 - alpha) n_c / max_j n_j` instead, as in the released code of FedRS.
+
+    Returns:
+      [B] float32.
+
+    Raises:
+      ValueError: as `cross_entropy`.
     """
     n = counts.astype(jnp.float32)
     share = n / jnp.maximum(jnp.max(n), 1.0) if soft else jnp.sign(n)
@@ -82,7 +114,8 @@ def restricted_softmax(
 def weighted_cross_entropy(logits: Array, labels: Array, counts: Array | None = None, *, weights: Array) -> Array:
     """Cross-entropy times the weight of the true class, `weights [C]`; the mean of a batch divides by its size alone.
 
-    The Ratio Loss of Wang et al. (AAAI 2021), whose weights `ratioloss.algorithm` finds.
+    The Ratio Loss of Wang et al. (AAAI 2021), whose weights `ratioloss.algorithm` finds. Other arguments and errors
+    (ValueError) are those of `cross_entropy`.
     """
     values = cross_entropy(logits, labels)
     return weights[labels] * values
@@ -91,7 +124,8 @@ def weighted_cross_entropy(logits: Array, labels: Array, counts: Array | None = 
 def positive(logits: Array, labels: Array, counts: Array | None = None, *, target: Array | float = 0.9) -> Array:
     """`max(0, target - logit_y)^2`: draws examples to their class without looking at any other.
 
-    The loss of FedAwS's clients (Yu et al., ICML 2020), for logits that are cosines.
+    The loss of FedAwS's clients (Yu et al., ICML 2020), for logits that are cosines. Other arguments and errors
+    (ValueError) are those of `cross_entropy`.
     """
     return jnp.square(jnp.maximum(target - _true_logit(logits, labels), 0.0))
 

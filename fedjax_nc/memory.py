@@ -15,13 +15,21 @@ from fedjax_nc.base import Array, Batch, FederatedData, Objective, Tree, Variabl
 
 
 class Memory(NamedTuple):
-    mu: Array  #: [C, D] mean features, zero before a class was seen
+    """What the server remembers of the features of each class."""
+
+    mu: Array  #: [C, D] float32 mean features, zero before a class was seen
     seen: Array  #: [C] bool
     alpha: Array  #: [] float32, its weight in the coming round: 0 until it is warm
 
 
 def remember(memory: Memory, new: ClassRows, inertia: Array | float = 0.0) -> Memory:
-    """The memory after a round: new rows where their weight is positive, carried over elsewhere."""
+    """The memory after a round: new rows where their weight is positive, carried over elsewhere.
+
+    Args:
+      memory: before the round; its `alpha` stays.
+      new: means of the round, rows [C, D] and weights [C], as `aggregators.class_mean` makes them.
+      inertia: what remains of the row of a class that was seen before, in [0, 1].
+    """
     known = new.weight > 0
     keep = jnp.where(memory.seen, inertia, 0.0)[:, None]
     mu = jnp.where(known[:, None], keep * memory.mu + (1 - keep) * new.rows, memory.mu)
@@ -29,12 +37,14 @@ def remember(memory: Memory, new: ClassRows, inertia: Array | float = 0.0) -> Me
 
 
 class Strength(NamedTuple):
-    norm: Array  #: [] mean length of the memory's rows
-    margin: Array  #: [] mean of w_c . mu_c, which times alpha is what the memory adds to the true class's logit
+    """How much a memory weighs; means over the classes that were seen, 0 if none was."""
+
+    norm: Array  #: [] float32, length of the memory's rows
+    margin: Array  #: [] float32, w_c . mu_c, which times alpha is what the memory adds to the true class's logit
 
 
 def strength(memory: Memory, w: Array) -> Strength:
-    """How much the memory weighs against class vectors `w [D, C]`, over the classes that were seen.
+    """How much `memory` weighs against class vectors `w [D, C]`, over the classes that were seen.
 
     Worth a look each round: features are not normalised, and the memory grows with them.
     """
@@ -47,7 +57,12 @@ def strength(memory: Memory, w: Array) -> Strength:
 def remembering(task: Objective) -> Objective:
     """The same task, trained on features to which the memory of their class is added.
 
-    `fixed` becomes `{'head': the task's own, 'memory': Memory}`; whoever moves the memory is another matter.
+    `fixed` becomes `{'head': the task's own, 'memory': Memory}`; whoever moves the memory is another matter. It begins
+    with zeros and `alpha` 0. Features and logits are the task's own, so that predictions do without the memory; the
+    loss is that of `z + alpha mu_y`, in float32.
+
+    Raises:
+      ValueError: for a `task` that is no Objective.
     """
 
     checks.kind('task', task, Objective)
@@ -78,7 +93,15 @@ def tallying(task: Objective, epochs: int) -> Objective:
     """The same task, which adds up features by class while it trains in the last of `epochs`.
 
     The sums pass through training as running statistics do: `stats` becomes `{'model': the task's own, 'visited': [],
-    'tally': ClassRows}` with sums as rows.
+    'tally': ClassRows}` with sums [C, D] as rows and numbers of examples [C] as weights, in float32. They begin with
+    0, and the server has to set them back after each round.
+
+    Args:
+      task: the task.
+      epochs: those of the plan of local work.
+
+    Raises:
+      ValueError: for a `task` that is no Objective.
     """
 
     checks.kind('task', task, Objective)

@@ -12,7 +12,7 @@ from fedjax_nc.models.classifier import classifies
 
 
 def masked_mean(values: Array, mask: Array | None) -> Array:
-    """Mean of `values [B]` over the rows where `mask [B]` holds, in float32; 0 if there are none.
+    """Mean of `values [B]` over the rows where `mask [B]` holds, all if it is None: [] float32, 0 if there are none.
 
     Raises:
       ValueError: for other shapes: one number for all would count masked rows, and look like a mean.
@@ -27,13 +27,28 @@ def masked_mean(values: Array, mask: Array | None) -> Array:
 def objective(model: Model, head: Head, loss: Loss) -> Objective:
     """The task of every client: `loss(head(model(x)), y)`.
 
-    `params` of its Variables has the entries 'body' and 'head', `fixed` is the head's.
+    Args:
+      model: the body, such as `models.from_flax(module)`.
+      head: the classifier, such as `heads.linear()`.
+      loss: `(logits [B, C], labels [B], counts [C]) -> [B]`, such as `losses.cross_entropy`.
+
+    Returns:
+      The objective. `params` of its `Variables` has the entries 'body' and 'head', `stats` are the model's, `fixed` is
+      the head's; its loss is the float32 mean over the real examples of a batch.
 
     Raises:
       ValueError: for a model, head or loss that is none; on `init`, for parameters of less than float32, or for
         features, logits or losses of other shapes than [B, D], [B, C] and [B], or for a model that ends in a dense
         layer of as many outputs as there are classes; in training, for another number of classes in the data than in
         the head.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import heads, losses, models, objective, testing
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> variables = task.init(jax.random.key(0), testing.clients())
+      >>> {name: value.shape for name, value in variables.params['head'].items()}
+      {'w': (16, 5), 'b': (5,)}
     """
     checks.kind('model', model, Model)
     checks.kind('head', head, Head)
@@ -94,15 +109,22 @@ def _shape_of(fn: Callable[..., Array], what: str, ndim: int, *args: Any) -> jax
 
 
 def on_features(task: Objective) -> Objective:
-    """The same task for examples that are features already, as `local.featurize` makes them."""
+    """The same task for examples `x [B, D]` that are features already, as `local.featurize` makes them.
+
+    `stats` stay as they are; `init` remains that of `task`.
+
+    Raises:
+      ValueError: for a `task` that is no Objective.
+    """
     checks.kind('task', task, Objective)
     return task._replace(features=lambda v, batch: (batch.x, v.stats))
 
 
 def freezing(task: Objective, trained: Container[str]) -> Objective:
-    """The task for training those top-level parameters: a body that is not among them runs in evaluation mode.
+    """The task for training the top-level parameters in `trained`, of 'body' and 'head'.
 
-    Otherwise its running statistics would move, and the head see features that prediction does not.
+    A body that is not among them runs in evaluation mode. Otherwise its running statistics would move, and the head see
+    features that prediction does not.
     """
     if 'body' in trained:
         return task
@@ -110,7 +132,11 @@ def freezing(task: Objective, trained: Container[str]) -> Objective:
 
 
 def transformed(task: Objective, transform: Callable[[Array], Array]) -> Objective:
-    """The same task on transformed features: `[B, D] -> [B, D]`."""
+    """The same task on features that went through `transform`: `[B, D] -> [B, D]`, in training and prediction.
+
+    Raises:
+      ValueError: for a `task` that is no Objective.
+    """
     checks.kind('task', task, Objective)
 
     def features(v: Variables, batch: Batch) -> tuple[Array, Tree]:
@@ -121,5 +147,5 @@ def transformed(task: Objective, transform: Callable[[Array], Array]) -> Objecti
 
 
 def predict(task: Objective, v: Variables, x: Array) -> Array:
-    """Logits [B, C] of `x [B, ...]` in evaluation mode."""
+    """Logits [B, C] float32 of `x [B, ...]` by `task` and its variables `v`, in evaluation mode."""
     return task.logits(v, task.features(v, Batch(x))[0])

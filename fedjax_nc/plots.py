@@ -147,7 +147,7 @@ def accuracy_curves(
     axes.set_ylabel(ylabel)
     if title:
         axes.set_title(title, color=_INK)
-    _legend(figure, axes)
+    _legend(figure, [axes], 6)
     _note_seeds(figure, 'Lines', 'bands', seeds)
     return figure
 
@@ -172,7 +172,7 @@ def curve_panels(panels: Mapping[str, Curves], *, xlabel: str = 'communication r
         seeds |= _curves(axes, curves, ranks=ranks)
         axes.set_xlabel(xlabel)
         axes.set_title(title, fontsize=10, color=_INK)
-    _legend(figure, row[0], row)
+    _legend(figure, row, 3)
     _note_seeds(figure, 'Lines', 'bands', seeds)
     return figure
 
@@ -268,7 +268,7 @@ def grouped_bars(
         axes.grid(axis='y', color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
     row[0].set_ylabel(ylabel)
-    _legend(figure, row[0], row, beside=True)
+    _legend(figure, row, 0, length=2)
     _note_seeds(figure, 'Bars', 'lines', seeds)
     return figure
 
@@ -405,8 +405,10 @@ def _inked(artist: 'Artist') -> Iterator[tuple[Callable[[Any], Any], Any]]:
             yield artist.set_edgecolor, [_nightly(color) for color in edges]
         if len(faces):
             yield artist.set_facecolor, [_nightly(color) for color in faces]
+    scale = artist.get_label() == '<colorbar>'  # whose pointed ends have colours of the scale
     for child in artist.get_children():
-        yield from _inked(child)
+        if not (scale and isinstance(child, patches.PathPatch)):
+            yield from _inked(child)
 
 
 def _nightly(color: Any) -> Any:
@@ -455,8 +457,8 @@ def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, 
                 f'{name!r} needs rounds [R] and accuracy [R] or [seeds, R]; got {x.shape} and {np.shape(values)}.'
             )
         mean, color = y.mean(0), _COLORS[i % len(_COLORS)]
-        every = max(len(x) // 8, 1)
-        # markers start at different points, so that curves on top of each other stay visible
+        # eight markers from left to right, each curve's at places of its own: those on top of each other stay visible
+        places = (np.arange(8) + i / max(len(ranks), 1)) / 8
         axes.plot(
             x,
             mean,
@@ -467,7 +469,7 @@ def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, 
             marker=_MARKERS[i % len(_MARKERS)],
             fillstyle=_FILLS[i // len(_COLORS) % len(_FILLS)],
             markersize=5,
-            markevery=(i * every // max(len(ranks), 1), every),
+            markevery=_nearest(x, places),
         )
         if len(y) > 1:
             axes.fill_between(x, mean - y.std(0), mean + y.std(0), color=color, alpha=0.18, linewidth=0)
@@ -477,6 +479,13 @@ def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, 
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
     return seeds
+
+
+def _nearest(x: np.ndarray, places: np.ndarray) -> list[int]:
+    """The points nearest to some places between the least (0) and the greatest (1)."""
+    if not x.size:
+        return []
+    return np.unique(np.abs(x[:, None] - (x.min() + np.ptp(x) * places)).argmin(axis=0)).tolist()
 
 
 def _note_seeds(figure: 'Figure', middle: str, around: str, seeds: Iterable[int]) -> None:
@@ -490,7 +499,9 @@ def _note_seeds(figure: 'Figure', middle: str, around: str, seeds: Iterable[int]
 def _note(figure: 'Figure', text: str) -> None:
     """A line below the axes, in as many lines as it needs."""
     size = 8
-    figure.supxlabel(textwrap.fill(text, int(figure.get_figwidth() * 72 / (0.52 * size))), fontsize=size, color=_INK)
+    lines = textwrap.wrap(text, int(figure.get_figwidth() * 72 / (0.52 * size)))
+    figure.set_figheight(figure.get_figheight() + 0.2 + 0.13 * len(lines))
+    figure.supxlabel('\n'.join(lines), fontsize=size, color=_INK)
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple['Figure', list['Axes']]:
@@ -522,21 +533,22 @@ def _entries(row: Sequence['Axes']) -> tuple[list[Any], list[str]]:
     return list(found.values()), list(found)
 
 
-def _legend(figure: 'Figure', axes: 'Axes', row: Sequence['Axes'] = (), beside: bool = False) -> None:
-    handles, labels = _entries(row or [axes])
-    if beside or len(labels) > 6:  # beside the axes, where many entries hide nothing
-        columns = 1 + len(labels) // 20
-        size = 10 if len(labels) < 13 else 8
-        figure.set_figwidth(figure.get_figwidth() + 1.3 * columns * (not beside))
-        figure.legend(
-            handles, labels, loc='outside right upper', frameon=False, labelcolor=_INK, fontsize=size, ncols=columns,
-            handlelength=3,
-        )  # fmt: skip
-    else:
-        axes.legend(
+def _legend(figure: 'Figure', row: Sequence['Axes'], most: int, length: float = 3) -> None:
+    """One legend for several axes: in the first of them, or beside them where more entries would hide too much."""
+    handles, labels = _entries(row)
+    if len(labels) <= most:
+        row[0].legend(
             handles, labels, loc='best', framealpha=0.9, facecolor=_PAPER, edgecolor='none', labelcolor=_INK,
-            handlelength=3,
+            handlelength=length,
         )  # fmt: skip
+        return
+    columns, size = 1 + len(labels) // 20, 10 if len(labels) < 13 else 8
+    wide = columns * (0.35 + (length + 0.58 * max(map(len, labels), default=0)) * size / 72)  # about so many inches
+    figure.set_figwidth(figure.get_figwidth() + wide)
+    figure.legend(
+        handles, labels, loc='outside right upper', frameon=False, labelcolor=_INK, fontsize=size, ncols=columns,
+        handlelength=length,
+    )  # fmt: skip
 
 
 def _bubbles(axes: 'Axes', counts: np.ndarray, names: list[str]) -> None:

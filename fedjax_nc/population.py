@@ -27,32 +27,32 @@ from fedjax_nc.models.convolution import compiler_options
 class Store:
     """The states of all clients, of which those never changed are not stored but made when asked for.
 
-    A store is changed in place, like a donated array: a state that holds it must not be used after its round.
+    A store is changed in place, like a donated array: a state that holds it must not be used after its round. It begins
+    with first states, those of `simulate.join(algorithm, key, server, num_clients)`.
+
+    Args:
+      algorithm: whose client states they are.
+      key: as `join` takes it.
+      server: the server's state on which first states are based; it is copied.
+      num_clients: their number K.
+      folder: where the states are kept, in files that this store makes and removes; in memory without it.
 
     Attributes:
-      num_clients: clients in all.
-      seen: clients whose state is stored.
+      num_clients: clients in all, K.
+      seen: number of clients whose state is stored.
     """
 
     def __init__(
         self, algorithm: Algorithm, key: Array, server: Tree, num_clients: int, folder: str | Path | None = None
     ) -> None:
-        """Makes a store of first states, those of `simulate.join(algorithm, key, server, num_clients)`.
-
-        Args:
-          algorithm: whose client states they are.
-          key: as `join` takes it.
-          server: the server's state on which first states are based; it is copied.
-          num_clients: K.
-          folder: where the states are kept, in files that this store makes and removes; in memory without it.
-        """
+        """Makes a store of first states."""
         self.num_clients, self.seen = num_clients, 0
         self._slots = np.full(num_clients, -1, np.int32)
         server = jax.tree.map(jnp.array, server)
         each = jax.vmap(algorithm.init_client, in_axes=(0, None))
         self._first = jax.jit(lambda ids: each(jax.vmap(lambda i: jax.random.fold_in(key, i))(ids), server))
         first = jax.eval_shape(self._first, jax.ShapeDtypeStruct((1,), jnp.int32))
-        (shapes, self._structure), self._names = jax.tree.flatten(first), tuple(tree.named(first))
+        (shapes, self._structure), self._names = jax.tree.flatten(first), tuple(tree.by_path(first))
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
         self._folder = None if folder is None else tempfile.TemporaryDirectory(dir=folder, prefix='clients-')
@@ -70,7 +70,7 @@ class Store:
         return sum(leaf.nbytes for leaf in self._leaves)
 
     def take(self, ids: np.ndarray) -> Tree:
-        """The states of clients `ids [M]`, stacked; those out of range are first states of nobody."""
+        """The states of clients `ids [M]` int, stacked [M, ...]; those of K and beyond are first states of nobody."""
         ids = np.asarray(ids)
         slots = self._slots[np.minimum(ids, self.num_clients - 1)]
         known = (slots >= 0) & (ids < self.num_clients)
@@ -82,7 +82,7 @@ class Store:
         return jax.tree.unflatten(self._structure, rows)
 
     def put(self, ids: np.ndarray, states: Tree) -> None:
-        """Stores the states of clients `ids [M]`, all different; those out of range are dropped.
+        """Stores the `states [M, ...]` of clients `ids [M]`, all different; those of K and beyond are dropped.
 
         Raises:
           ValueError: if the states have another structure or other shapes than the store's.
@@ -110,13 +110,13 @@ class Store:
                 Path(str(old.filename)).unlink()
 
     def contents(self) -> dict[str, np.ndarray]:
-        """What has to be saved: the clients seen and their states, leaf by leaf. `restore` takes it back."""
+        """What has to be saved: 'clients' [seen] int32, and their states, leaf by leaf. `restore` takes it back."""
         clients = np.flatnonzero(self._slots >= 0)
         leaves = {name: leaf[self._slots[clients]] for name, leaf in zip(self._names, self._leaves, strict=True)}
         return {'clients': clients.astype(np.int32), **{f'state.{name}': leaf for name, leaf in leaves.items()}}
 
     def restore(self, contents: dict[str, np.ndarray]) -> None:
-        """Forgets all states and takes over those of `contents`.
+        """Forgets all states and takes over those of `contents`, as the method of that name returns them.
 
         Raises:
           ValueError: if they are states of another algorithm or population; nothing has changed then.
@@ -132,12 +132,12 @@ class Store:
         self.put(clients, jax.tree.unflatten(self._structure, leaves))
 
     def state(self, server: Tree) -> State:
-        """The state with all clients in one tree, as evaluation takes it; it has to fit."""
+        """`server` and the states of all clients in one tree [K, ...], as evaluation takes it; it has to fit."""
         return State(server, jax.tree.map(jnp.asarray, self.take(np.arange(self.num_clients))))
 
 
 def init(algorithm: Algorithm, key: Array, data: FederatedData, folder: str | Path | None = None) -> State:
-    """As `simulate.init`, with a `Store` in the place of the client states."""
+    """As `simulate.init`, with a `Store` in the place of the client states, in files in `folder` or else in memory."""
     k_server, k_clients = jax.random.split(key)
     server = algorithm.init(k_server, data)
     return State(server, Store(algorithm, k_clients, server, data.num_clients, folder))
@@ -150,8 +150,18 @@ def make_round(
 
     It takes a `data.Part` as well, where the examples do not fit on the devices either.
 
+    Args:
+      algorithm: as there.
+      cohort: as there.
+      chunk: as there.
+      mesh: as there; the store stays on the host.
+
+    Returns:
+      `(key, state, data, ids=None) -> (state, report)`. The store is changed in place: go on with the state that comes
+      out.
+
     Raises:
-      ValueError: as there.
+      ValueError: as there; when called, for a state without a `Store`.
     """
     work = jax.jit(
         simulate.make_work(algorithm, chunk=chunk, mesh=mesh),
@@ -177,7 +187,9 @@ def make_round(
         if isinstance(data, Part):
             chosen = np.asarray(data.ids)
         else:
-            chosen = np.asarray(choose(key, data.num_clients) if ids is None else simulate.named(ids, data.num_clients))
+            chosen = np.asarray(
+                choose(key, data.num_clients) if ids is None else simulate.named_cohort(ids, data.num_clients)
+            )
         held = store.take(chosen)
         if mesh is not None:
             held = jax.device_put(held, devices.shardings(mesh, held)[1])

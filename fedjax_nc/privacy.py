@@ -40,10 +40,14 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
       noise_multiplier: z; 0 clips without privacy. See `epsilon` for what it buys.
       cohort: M, the fixed denominator: clients a round, as given to `simulate.make_round`.
 
+    Returns:
+      An `Algorithm` with the states and predictions of the given one.
+
     Raises:
       ValueError: if S is not positive and finite, z negative, or M below 1; when a state is made, for a model with
         running statistics: they are not changes, and clipping would destroy them; in the first round, for messages
-        that are weighted, a server that asks for numbers of examples, or a cohort of another size.
+        that are weighted, a server that asks for numbers of examples, or a cohort of another size; for what is no
+        algorithm.
     """
     checks.kind('algorithm', algorithm, Algorithm)
     checks.number('clip', clip, open_low=True)
@@ -88,7 +92,7 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
         def step(examples: Array) -> Tree:
             return algorithm.server(key, server, Aggregate(value, examples, jnp.float32(cohort), cohort))
 
-        if reads(jax.make_jaxpr(step)(jnp.float32(0)).jaxpr, 0):
+        if depends_on(jax.make_jaxpr(step)(jnp.float32(0)).jaxpr, 0):
             raise ValueError(
                 'the server of this algorithm asks how many examples the cohort holds, which is not told in private: '
                 'let clients count alike, by aggregate=aggregators.uniform'
@@ -98,8 +102,8 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     return algorithm._replace(init_client=init_client, client=client, aggregate=aggregators.total, server=server)
 
 
-def reads(jaxpr: core.Jaxpr, at: int) -> bool:
-    """Whether anything that a trace computes depends on its input number `at`."""
+def depends_on(jaxpr: core.Jaxpr, at: int) -> bool:
+    """Whether anything that a trace `jaxpr`, `jax.make_jaxpr(fn)(*args).jaxpr`, computes depends on its input `at`."""
     var = jaxpr.invars[at]
     if any(out is var for out in jaxpr.outvars):
         return True
@@ -108,7 +112,7 @@ def reads(jaxpr: core.Jaxpr, at: int) -> bool:
             if atom is var:
                 inner = list(core.jaxprs_in_params(eqn.params))
                 same = len(inner) == 1 and len(inner[0].invars) == len(eqn.invars)  # a call of a function, say
-                if not same or reads(inner[0], i):
+                if not same or depends_on(inner[0], i):
                     return True
     return False
 
@@ -141,11 +145,14 @@ def epsilon(
     Cohorts chosen by `ids` are covered by neither.
 
     Args:
-      noise_multiplier: z.
+      noise_multiplier: z, as given to `private`.
       sampling_rate: share of the population in a cohort, M / K.
       rounds: how many.
       delta: the allowed failure probability, below 1 / K.
       sampling: 'fixed' or 'poisson'.
+
+    Returns:
+      Epsilon: 0 for no round, infinity without noise.
 
     Raises:
       ImportError: without dp-accounting.

@@ -27,15 +27,15 @@ from fedjax_nc import checks, population, tree
 from fedjax_nc._checkpoints import replace
 from fedjax_nc.base import Algorithm, FederatedData, State, Tree
 
-FORMAT = 'fedjax_nc model 1'
-PLATFORMS = ('cpu', 'cuda', 'tpu')
+FORMAT = 'fedjax_nc model 1'  #: what files of `save` call their format
+PLATFORMS = ('cpu', 'cuda', 'tpu')  #: what `export` writes for by default
 
 
 class Saved(NamedTuple):
     """What a file holds: `algorithm.predict(server, client, x)` is its model."""
 
-    server: Tree
-    client: Tree | None  #: None for the generic model
+    server: Tree  #: the server's state
+    client: Tree | None  #: the client's state; None for the generic model
     about: dict[str, Any]  #: what was said of it, and `format`, `library`, `example`, `num_classes`, ...
 
 
@@ -70,7 +70,7 @@ def save(
     """
     server, own = _chosen(algorithm, state, data, client)
     said = _description(algorithm, server, own, data, client, classes, about)
-    arrays = {name: np.asarray(leaf) for name, leaf in tree.named(_whole(server, own)).items()}
+    arrays = {name: np.asarray(leaf) for name, leaf in tree.by_path(_whole(server, own)).items()}
     replace(Path(path), packed(arrays, metadata={'fedjax_nc': json.dumps(said)}))
 
 
@@ -83,6 +83,9 @@ def load(path: str | Path, algorithm: Algorithm, like: State | None = None) -> S
         like: a state of the kind that was saved, by `simulate.join` for instance, where `algorithm.init` makes another:
             stages that follow training.
 
+    Returns:
+        The states, of the shapes and types that `algorithm` gives them, and the description.
+
     Raises:
         OSError: if the file cannot be read.
         ValueError: if it is damaged, or not of this kind, or of another algorithm or model.
@@ -91,7 +94,7 @@ def load(path: str | Path, algorithm: Algorithm, like: State | None = None) -> S
     path = Path(path)
     content, about = _read(path)
     server, client = _shapes(algorithm, about, like)
-    wanted = tree.named(_whole(server, client))
+    wanted = tree.by_path(_whole(server, client))
     if odd := sorted(set(wanted) ^ set(content)):
         where = 'lacks' if odd[0] in wanted else 'holds'
         raise ValueError(

@@ -23,11 +23,14 @@ from fedjax_nc import checks
 from fedjax_nc.base import Array, Tree
 
 Rate = Array | float | Callable[[Array], Array]
+"""A number of at least 0, or an optax schedule, which is given the number of rounds done."""
 
 
 class Moments(NamedTuple):
-    m: Tree
-    v: Tree
+    """State of the adaptive optimizers; trees of float32 like the parameters."""
+
+    m: Tree  #: moving mean of the gradient, 0 at first
+    v: Tree  #: second moments, tau^2 at first
 
 
 def fedavgm(lr: Rate = 0.1, beta: Array | float = 0.9) -> optax.GradientTransformation:
@@ -35,6 +38,13 @@ def fedavgm(lr: Rate = 0.1, beta: Array | float = 0.9) -> optax.GradientTransfor
 
     Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification.
     Hsu, Qi, Brown. arXiv 2019. https://arxiv.org/abs/1909.06335
+
+    Args:
+      lr: the server's rate.
+      beta: momentum, in [0, 1).
+
+    Raises:
+      ValueError: for a negative `lr`, or a `beta` outside [0, 1).
     """
     _within(beta=beta)
     _rate(lr)
@@ -42,14 +52,33 @@ def fedavgm(lr: Rate = 0.1, beta: Array | float = 0.9) -> optax.GradientTransfor
 
 
 def fedadagrad(lr: Rate = 1e-2, b1: Array | float = 0.0, tau: Array | float = 1e-3) -> optax.GradientTransformation:
-    """FedAdagrad: `v <- v + Delta^2`."""
+    """FedAdagrad: `v <- v + Delta^2`.
+
+    Args:
+      lr: the server's rate; worth tuning between 1e-3 and 1.
+      b1: inertia of the mean change, in [0, 1).
+      tau: what keeps coordinates that hardly moved from large steps; positive.
+
+    Raises:
+      ValueError: for a negative `lr`, a `tau` that is not positive, or a `b1` outside [0, 1).
+    """
     return _adaptive(lambda v, square: v + square, lr, b1, tau)
 
 
 def fedadam(
     lr: Rate = 1e-2, b1: Array | float = 0.9, b2: Array | float = 0.99, tau: Array | float = 1e-3
 ) -> optax.GradientTransformation:
-    """FedAdam: `v <- b2 v + (1 - b2) Delta^2`."""
+    """FedAdam: `v <- b2 v + (1 - b2) Delta^2`.
+
+    Args:
+      lr: as for `fedadagrad`.
+      b1: as for `fedadagrad`.
+      b2: inertia of `v`, in [0, 1).
+      tau: as for `fedadagrad`.
+
+    Raises:
+      ValueError: as `fedadagrad`, and for a `b2` outside [0, 1).
+    """
     _within(b2=b2)
     return _adaptive(lambda v, square: b2 * v + (1 - b2) * square, lr, b1, tau)
 
@@ -57,7 +86,10 @@ def fedadam(
 def fedyogi(
     lr: Rate = 1e-2, b1: Array | float = 0.9, b2: Array | float = 0.99, tau: Array | float = 1e-3
 ) -> optax.GradientTransformation:
-    """FedYogi: `v <- v - (1 - b2) Delta^2 sign(v - Delta^2)`."""
+    """FedYogi: `v <- v - (1 - b2) Delta^2 sign(v - Delta^2)`.
+
+    Arguments and errors are those of `fedadam`: ValueError for one out of range.
+    """
     _within(b2=b2)
     return _adaptive(lambda v, square: v - (1 - b2) * square * jnp.sign(v - square), lr, b1, tau)
 

@@ -27,7 +27,7 @@ class Report(NamedTuple):
     balance: Array  #: [] float32, batch rows of the mean device over those of the busiest; 1 on a single device
     finite: Array  #: [] bool, whether the new server state is free of NaN and infinity
     ids: Array  #: [M'] int32, the cohort from the largest client to the smallest, filled up with K for nobody
-    info: Info  #: [M', ...] the clients' own reports in that order
+    info: Info  #: fields [M'], the clients' own reports in that order
     broken: Array  #: [M'] bool, in that order: whether a client's message or loss is not finite, or its state is NaN
 
 
@@ -38,8 +38,26 @@ Round = Callable[..., tuple[State, Report]]
 def init(algorithm: Algorithm, key: Array, data: FederatedData) -> State:
     """The state before the first round.
 
+    Args:
+      algorithm: any `Algorithm`.
+      key: draws first parameters and client states.
+      data: the clients.
+
+    Returns:
+      The server's first state, and the clients' with leading axis K.
+
     Raises:
-      ValueError: for what is no algorithm or no data; others as the algorithm says.
+      ValueError: for what is no algorithm, key or data; others as the algorithm says.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import heads, local, losses, models, objective, simulate, testing
+      >>> from fedjax_nc.algorithms import fedavg
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> algorithm = fedavg.algorithm(task, local.sgd(0.1), plan=local.Plan(batch_size=16, epochs=1))
+      >>> state = simulate.init(algorithm, jax.random.key(0), testing.clients())
+      >>> state.server.variables.params['head']['w'].shape
+      (16, 5)
     """
     checks.kind('algorithm', algorithm, Algorithm)
     checks.key('key', key)
@@ -51,8 +69,29 @@ def init(algorithm: Algorithm, key: Array, data: FederatedData) -> State:
 def join(algorithm: Algorithm, key: Array, server: Tree, num_clients: int) -> State:
     """A server state with the first client states of `algorithm`: how a stage takes over from training.
 
+    Args:
+      algorithm: the stage, such as `finetune.algorithm(...)`.
+      key: client i's first state is drawn from it folded with i.
+      server: a server state as the stage takes it. It is copied: a round of the stage leaves the first one alone.
+      num_clients: their number K.
+
+    Returns:
+      The state; that of the clients has the leading axis K.
+
     Raises:
       ValueError: for what is no algorithm, or without a client; others as the algorithm says.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import heads, local, losses, models, objective, simulate, testing
+      >>> from fedjax_nc.algorithms import fedavg, finetune
+      >>> clients = testing.clients()
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> trained = simulate.init(fedavg.algorithm(task, local.sgd(0.1)), jax.random.key(0), clients)  # and rounds
+      >>> stage = finetune.algorithm(task, local.sgd(0.01))
+      >>> state = simulate.join(stage, jax.random.key(1), trained.server, clients.num_clients)
+      >>> state.clients.params['head']['w'].shape
+      (8, 16, 5)
     """
     checks.kind('algorithm', algorithm, Algorithm)
     checks.whole('num_clients', num_clients)
@@ -76,6 +115,9 @@ def default_chunk(server: Tree, clients: int, platform: str | None = None) -> in
       clients: those of a cohort.
       platform: 'cpu', 'tpu' or 'cuda'; by default that of the default backend. A round is traced before it is known
         where it will run: for another platform hand `make_round` the chunk for that.
+
+    Returns:
+      Lanes, from 1 to `clients`.
     """
     floats = sum(leaf.size for leaf in jax.tree.leaves(server))
     small, large = {'cpu': (8, 1), 'tpu': (32, 1)}.get(platform or jax.default_backend(), (32, 5))
@@ -101,10 +143,26 @@ def make_round(
       mesh: devices to share the cohort, from `devices.mesh`; state and data go there with `devices.place`. The result
         is that of one device up to the order of sums.
 
+    Returns:
+      `(key, state, data, ids=None) -> (state, report)`: the state after the round, and a `Report`.
+
     Raises:
       ValueError: when called, if the cohort is larger than the population, the state is of another population, or
         known `ids` are repeated or out of range; when built, if either number is below 1 or the mesh lacks the axis
         'clients'.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import heads, local, losses, models, objective, simulate, testing
+      >>> from fedjax_nc.algorithms import fedavg
+      >>> clients = testing.clients()
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> algorithm = fedavg.algorithm(task, local.sgd(0.1), plan=local.Plan(batch_size=16, epochs=1))
+      >>> state = simulate.init(algorithm, jax.random.key(0), clients)
+      >>> round = simulate.compiled(simulate.make_round(algorithm, cohort=3))
+      >>> state, report = round(jax.random.key(1), state, clients)
+      >>> int(state.server.round), report.ids.shape
+      (1, (3,))
     """
     work = make_work(algorithm, chunk=chunk, mesh=mesh)
     if cohort is not None:
@@ -120,7 +178,7 @@ def make_round(
             ids = data.ids
         else:
             checks.kind('data', data, FederatedData)
-            ids = choose(cohort_key(key), population, cohort) if ids is None else named(ids, population)
+            ids = choose(cohort_key(key), population, cohort) if ids is None else named_cohort(ids, population)
             data = here(data)
         server, clients, report = work(key, state.server, state.clients, data, ids, ids)
         return State(server, clients), report
@@ -133,8 +191,8 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
 
     Returns `(key, server, held, data, ids [M], rows [M]) -> (server, held, report)`: the state of client `ids[j]` is
     row `rows[j]` of `held`. `make_round` holds the states of all clients; `population` hands over a cohort's. Of a
-    `data.Part`, client `ids[j]` is number j.
-    Arguments and errors are those of `make_round`.
+    `data.Part`, client `ids[j]` is number j. Arguments and errors are those of `make_round`: ValueError for an
+    `algorithm`, `chunk` or `mesh` that is none.
     """
     checks.kind('algorithm', algorithm, Algorithm)
     if chunk is not None:
@@ -236,12 +294,21 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
 
 
 def cohort_key(key: Array) -> Array:
-    """The part of a round's key that chooses its cohort."""
+    """The part of a round's `key` that chooses its cohort: a key, for `choose`."""
     return jax.random.split(key, 3)[0]
 
 
 def choose(key: Array, population: int, cohort: int | None) -> Array:
-    """The ids of a cohort: [M] int32, distinct. The time it takes does not grow with a large population."""
+    """The ids of a cohort: [M] int32, distinct. The time it takes does not grow with a large population.
+
+    Args:
+      key: draws them, as `cohort_key` makes it of a round's key.
+      population: number of clients, K.
+      cohort: M, drawn uniformly without replacement; None for everyone, in order.
+
+    Raises:
+      ValueError: for a cohort larger than the population.
+    """
     if cohort is None or cohort == population:
         return jnp.arange(population)
     if cohort > population:
@@ -260,8 +327,8 @@ def choose(key: Array, population: int, cohort: int | None) -> Array:
     return jax.lax.fori_loop(0, cohort, step, jnp.full(cohort, population, draws.dtype))
 
 
-def named(ids: Array, population: int) -> Array:
-    """A cohort that somebody names: [M] int32, with the size of the population for nobody.
+def named_cohort(ids: Array, population: int) -> Array:
+    """A cohort that somebody names by `ids [M]`: [M] int32, with the size of the `population` for nobody.
 
     Numbers that cannot be looked at, because they are traced, become nobody where they are out of range or repeated: a
     client has one state, and two results for it would overwrite each other.
@@ -291,6 +358,15 @@ def participants(key: Array, rounds: Array | int, population: int, cohort: int |
     """Who took part in any of a run's first rounds, of which round t had the key `fold_in(key, t)`: [K] bool.
 
     Personal models of the others are still what all began with, and no part of an average.
+
+    Args:
+      key: that of the run, as `training.run` takes it.
+      rounds: how many of them; may be traced.
+      population: number of clients, K.
+      cohort: clients a round, None for all.
+
+    Raises:
+      ValueError: for a cohort larger than the population.
     """
 
     def join(t: Array, seen: Array) -> Array:
@@ -329,7 +405,10 @@ def _report(server: Tree, ids: Array, info: Info, broken: Array, paid: Array) ->
 
 
 def several(round: Round) -> Round:
-    """Several rounds in one call: `(keys [R], state, data) -> (state, reports [R, ...])`, equal to R calls."""
+    """Several rounds in one call: `(keys [R], state, data) -> (state, reports [R, ...])`, equal to R calls of `round`.
+
+    Each draws its own cohort, by its key. To be compiled, as `compiled(several(make_round(...)))`.
+    """
 
     def rounds(keys: Array, state: State, data: FederatedData) -> tuple[State, Report]:
         return jax.lax.scan(lambda state, key: round(key, state, data), state, keys)
@@ -356,5 +435,8 @@ def tuned(build: Callable[[Any], Round]) -> Callable[..., tuple[State, Report]]:
 
 
 def compiled(round: Round) -> Any:
-    """`jit` of a round, or of `several`, with the state donated and the options that suit this device."""
+    """`jit` of a round, or of `several`, with the state donated and the options that suit this device.
+
+    It takes and returns what `round` does. A state that went in is used up: go on with the one that comes out.
+    """
     return jax.jit(round, donate_argnums=1, compiler_options=compiler_options())

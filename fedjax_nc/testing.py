@@ -4,7 +4,8 @@
 
 The engine promises its users that results do not depend on how a round is computed: side by side or one by one, with
 what padding, in what company, in one go or resumed. An algorithm can break each of these promises. `CLAUSES` has a
-function for each, which looks at two rounds that are compiled once for all of them; a stage is an algorithm, too.
+function for each, which looks at two rounds that are compiled once for all of them, a `Play`, and returns what it saw
+and what to do about it in one line, or '' where the promise is kept; a stage is an algorithm, too.
 """
 
 import re
@@ -36,9 +37,12 @@ def clients(sizes: Collection[int] = _SIZES, classes: int = 5, dim: int = 12, *,
 
     Args:
       sizes: examples of each client.
-      classes: C.
+      classes: their number C.
       dim: length of an example, float32.
       seed: draws the examples.
+
+    Returns:
+      K clients, one for each size; x [P, dim] float32.
 
     Raises:
       ValueError: if a number is not of its kind.
@@ -50,6 +54,8 @@ def clients(sizes: Collection[int] = _SIZES, classes: int = 5, dim: int = 12, *,
 
 class Play:
     """Two rounds of an algorithm, compiled once, and what the clauses of the contract must know to judge them.
+
+    Arguments and errors (ValueError) are those of `check`; `chunk` is how many clients run side by side.
 
     Attributes:
       before: the state before the first round.
@@ -73,7 +79,7 @@ class Play:
         atol: float = 5e-5,
         seed: int = 7,
     ) -> None:
-        """Plays two rounds. Arguments and errors are those of `check`; `chunk` is how many clients run side by side."""
+        """Plays two rounds."""
         checks.kind('algorithm', algorithm, Algorithm)
         checks.kind('data', data, FederatedData)
         checks.number('atol', atol)
@@ -101,7 +107,7 @@ class Play:
         self.state, self.report = self.rounds(data)
 
     def rounds(self, data: FederatedData, ids: Array | None = None) -> tuple[State, Any]:
-        """The same two rounds on other data, or by other clients."""
+        """The same two rounds on other `data`, or by other clients, `ids`: state and report after the second."""
         state, report = self.before, None
         for key in self.keys:
             state, report = self.round(key, state, data, self.cohort if ids is None else ids)

@@ -18,12 +18,14 @@ from fedjax_nc._progress import Progress
 from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.data.host import HostData
 
+__all__ = ['CheckpointError', 'DivergedError', 'Evaluate', 'OnRound', 'Run', 'last_mean', 'run']
+
 Evaluate = Callable[[State], dict[str, Array]]
-"""From the state to named scalars; 'accuracy' is shown in the progress bar."""
+"""From the state to named scalars, arrays [] of numbers; 'accuracy' is shown in the progress bar."""
 
 
 OnRound = Callable[[Row, State], None]
-"""Sees a round's row and the state after it, which it must not keep: the next round takes its memory."""
+"""Sees a round's row and the state after it, which it must not keep, for the next round takes its memory."""
 
 
 class DivergedError(RuntimeError):
@@ -33,9 +35,9 @@ class DivergedError(RuntimeError):
 class Run(NamedTuple):
     """What `run` returns."""
 
-    state: State
+    state: State  #: after the last round
     history: list[Row]  #: one row a round: round, loss, padded_work, broken, seconds, and metrics where evaluated
-    compile_seconds: float
+    compile_seconds: float  #: of this process
     rounds_per_second: float  #: of the whole history, without compilation and evaluation
 
 
@@ -97,6 +99,10 @@ def run(
       progress: whether to show a progress bar, which is lines where no terminal is.
       name: its label.
 
+    Returns:
+      A `Run`: the state after the last round, and a row of numbers for each round, those of resumed runs included.
+      `loss` and `padded_work` are those of `simulate.Report`, `broken` counts clients, `seconds` are those of a round.
+
     Raises:
       ValueError: if `rounds` or another number is not a whole one of at least 1, if `resume` lacks `out`, if `out`
         already holds a run that is not to be resumed, or one of more rounds, or is in use by another run.
@@ -104,6 +110,19 @@ def run(
       DivergedError: when the server is not finite any more, or no client is; it names the round, the broken clients and
         what may be the cause, and the last good checkpoint stays.
       CheckpointError: if all checkpoints are damaged, or they are of another algorithm, cohort, data or key.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import heads, local, losses, models, objective, simulate, testing, training
+      >>> from fedjax_nc.algorithms import fedavg
+      >>> clients = testing.clients()
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> algorithm = fedavg.algorithm(task, local.sgd(0.1), plan=local.Plan(batch_size=16, epochs=1))
+      >>> key = jax.random.key(0)
+      >>> state = simulate.init(algorithm, key, clients)
+      >>> run = training.run(algorithm, key, state, clients, rounds=2, cohort=3, progress=False)
+      >>> [row['round'] for row in run.history]
+      [1, 2]
     """
     every = eval_every if checkpoint_every is None else checkpoint_every
     numbers = {
@@ -173,6 +192,24 @@ def run(
 
 
 def last_mean(history: list[Row], metric: str = 'accuracy', last: int = 5) -> float:
-    """Mean of a metric over the last rounds that have it, as published tables report; NaN if none has."""
+    """Mean of a metric over the last rounds that have it, as published tables report; NaN if none has.
+
+    Args:
+      history: rows as those of `Run`.
+      metric: name of an entry.
+      last: rounds with that entry that are averaged, at least 1; all where there are fewer.
+
+    Raises:
+      ValueError: for a `last` that is not a whole number of at least 1.
+
+    Example:
+      >>> from fedjax_nc import training
+      >>> history = [{'round': 1}, {'round': 2, 'accuracy': 0.25}, {'round': 3, 'accuracy': 0.75}]
+      >>> training.last_mean(history)
+      0.5
+      >>> training.last_mean(history, last=1)
+      0.75
+    """
+    checks.whole('last', last)
     values = [row[metric] for row in history if metric in row][-last:]
     return sum(values) / len(values) if values else math.nan

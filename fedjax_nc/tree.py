@@ -1,4 +1,4 @@
-"""Arithmetic on pytrees of arrays."""
+"""Arithmetic on pytrees of arrays. Two trees that go together have the same structure and shapes."""
 
 import functools
 import operator
@@ -12,19 +12,21 @@ from fedjax_nc.base import Array, Tree
 
 
 def add(a: Tree, b: Tree, scale: Array | float = 1.0) -> Tree:
-    """`a + scale * b`."""
+    """`a + scale * b`, leaf by leaf."""
     return jax.tree.map(lambda u, v: u + scale * v, a, b)
 
 
 def sub(a: Tree, b: Tree) -> Tree:
+    """`a - b`, leaf by leaf."""
     return jax.tree.map(jnp.subtract, a, b)
 
 
 def scale(a: Tree, factor: Array | float) -> Tree:
+    """`factor * a`, leaf by leaf."""
     return jax.tree.map(lambda u: factor * u, a)
 
 
-def named(a: Tree) -> dict[str, Any]:
+def by_path(a: Tree) -> dict[str, Any]:
     """The leaves of a tree by their paths, such as 'variables.params.head.kernel', in the order of the leaves."""
     found: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(a):
@@ -36,28 +38,33 @@ def named(a: Tree) -> dict[str, Any]:
 
 
 def zeros(a: Tree) -> Tree:
+    """Zeros of the shapes and types of `a`."""
     return jax.tree.map(jnp.zeros_like, a)
 
 
 def where(condition: Array, a: Tree, b: Tree) -> Tree:
-    """`a` where the scalar `condition` holds, else `b`."""
+    """`a` where `condition`, [] bool, holds, else `b`."""
     return jax.tree.map(lambda u, v: jnp.where(condition, u, v), a, b)
 
 
 def dot(a: Tree, b: Tree) -> Array:
-    """Inner product over all leaves, in float32."""
+    """Inner product of `a` and `b` over all leaves: [] float32."""
     products = jax.tree.map(lambda u, v: jnp.vdot(u.astype(jnp.float32), v.astype(jnp.float32)), a, b)
     return functools.reduce(operator.add, jax.tree.leaves(products), jnp.float32(0))
 
 
 def sqdist(a: Tree, b: Tree) -> Array:
-    """Squared Euclidean distance over all leaves, in float32."""
+    """Squared Euclidean distance of `a` and `b` over all leaves: [] float32."""
     gap = sub(a, b)
     return dot(gap, gap)
 
 
 def split(params: dict[str, Tree], parts: Sequence[str] | None) -> tuple[dict[str, Tree], dict[str, Tree]]:
-    """The named top-level entries, and the others. `None` names all."""
+    """The top-level entries that `parts` names, and the others. `None` names all.
+
+    Raises:
+      ValueError: for a name that `params` does not have.
+    """
     if parts is None:
         return params, {}
     unknown = sorted(set(parts) - set(params))
@@ -67,19 +74,19 @@ def split(params: dict[str, Tree], parts: Sequence[str] | None) -> tuple[dict[st
 
 
 def rows_where(condition: Array, a: Tree, other: Array | float) -> Tree:
-    """The rows of every leaf for which `condition [n]` holds, and `other` in place of those for which it does not."""
+    """The rows of every leaf of `a` for which `condition [n]` holds, and `other` in place of those for which not."""
     return jax.tree.map(
         lambda u: jnp.where(jnp.expand_dims(condition, range(1, u.ndim)), u, jnp.asarray(other, u.dtype)), a
     )
 
 
 def finite_rows(a: Tree) -> Array:
-    """Whether each row is free of NaN and infinity, over all leaves: [n] bool."""
+    """Whether each row of `a` is free of NaN and infinity, over all leaves [n, ...]: [n] bool; [] without floats."""
     return ~_any_rows(lambda u: ~jnp.isfinite(u), a)
 
 
 def nan_rows(a: Tree) -> Array:
-    """Whether each row holds NaN, over all leaves: [n] bool."""
+    """Whether each row of `a` holds NaN, over all leaves [n, ...]: [n] bool; [] without floats."""
     return _any_rows(jnp.isnan, a)
 
 
@@ -90,10 +97,10 @@ def _any_rows(bad: Callable[[Array], Array], a: Tree) -> Array:
 
 
 def take(a: Tree, rows: Array) -> Tree:
-    """The given rows of every leaf; a row out of range is clipped to the last."""
+    """The `rows [m]` int of every leaf of `a [n, ...]`: [m, ...]; a row beyond the end is clipped to the last."""
     return jax.tree.map(lambda u: jnp.take(u, rows, axis=0, mode='clip'), a)
 
 
 def put(a: Tree, rows: Array, values: Tree) -> Tree:
-    """Writes `values` into the given rows of every leaf; rows out of range are dropped."""
+    """`a [n, ...]` with `values [m, ...]` in the `rows [m]` int of every leaf; rows beyond the end are dropped."""
     return jax.tree.map(lambda u, v: u.at[rows].set(v, mode='drop'), a, values)

@@ -43,11 +43,15 @@ class Choice(NamedTuple):
     rounds_per_call: int = 1  #: for `training.run`
 
     def convolution(self) -> ConvFn | None:
-        """What a model takes as `conv=`."""
+        """What a model takes as `conv=`; None for its own choice. ValueError for a name that is not in FORMS."""
+        if self.conv is not None and self.conv not in FORMS:
+            raise ValueError(
+                f'there is no form {checks.shown(self.conv)} of convolutions: choose of {", ".join(FORMS)}'
+            )
         return None if self.conv is None else FORMS[self.conv]
 
     def products(self) -> contextlib.AbstractContextManager[Any]:
-        """In which rounds are to be compiled."""
+        """The context in which rounds are to be compiled: `with choice.products(): ...`."""
         return jax.default_matmul_precision(self.precision) if self.precision else contextlib.nullcontext()
 
 
@@ -56,15 +60,15 @@ class Tried(NamedTuple):
 
     choice: Choice
     seconds: float  #: a round, extrapolated where only a part of it was run; infinity if it failed
-    compile_seconds: float
+    compile_seconds: float  #: what compiling took; 0 if it failed
     problem: str = ''  #: why it failed
 
 
 class Tuned(NamedTuple):
     """What `fastest` found."""
 
-    choice: Choice
-    tried: tuple[Tried, ...]  #: from the fastest on
+    choice: Choice  #: the fastest
+    tried: tuple[Tried, ...]  #: all of them, from the fastest on
 
 
 def candidates(clients: int, convolutions: bool = True, platform: str | None = None) -> list[Choice]:
@@ -74,6 +78,9 @@ def candidates(clients: int, convolutions: bool = True, platform: str | None = N
       clients: those of a cohort.
       convolutions: whether the model has any.
       platform: 'cpu', 'cuda' or 'tpu'; the default backend's if None.
+
+    Returns:
+      Choices of forms and chunks; without convolutions, of chunks and rounds a call.
     """
     cpu = (platform or jax.default_backend()) == 'cpu'
     lanes = sorted({min(n, clients) for n in ((1, 5, 8) if cpu else (1, 5, 20))})
@@ -110,6 +117,9 @@ def fastest(
       repeats: timed calls of each; the shortest counts.
       cache: a JSON file in which results are kept, by device, versions, algorithm, shapes and choices.
       show: called with a line on each choice.
+
+    Returns:
+      The fastest choice, and what came of each. Those that fail come last, with their problem.
 
     Raises:
       ValueError: without a choice, for one with an unknown form, or as `simulate.make_round`.
@@ -148,11 +158,24 @@ def fastest(
 
 
 class Trial:
-    """One choice, compiled, on clients of any sizes up to their own."""
+    """One choice, compiled, on clients of any sizes up to their own: what `fastest` times.
+
+    Arguments and errors are those of `fastest`, with one `choice`.
+
+    Attributes:
+      data: the clients.
+      sizes: [K], their examples.
+      keys: of the rounds of a call.
+      state: after the last call.
+      step: the compiled rounds.
+      compile_seconds: what building and compiling took.
+      lanes: clients side by side.
+    """
 
     def __init__(
         self, build: Callable[[ConvFn | None], Algorithm], data: FederatedData, choice: Choice, cohort: int | None
     ) -> None:
+        """Compiles it."""
         self.data, self.sizes = data, np.asarray(data.size)
         self.keys = jax.random.split(jax.random.key(0), choice.rounds_per_call)
         begin = time.perf_counter()
@@ -166,7 +189,10 @@ class Trial:
         self.lanes = min(choice.chunk or simulate.default_chunk(self.state.server, members), members)
 
     def call(self, cap: int, repeats: int = 1) -> tuple[float, simulate.Report]:
-        """Seconds a round if no client has more than `cap` examples, and the reports of the last call."""
+        """Seconds a round if no client has more than `cap` examples, and the reports of the last call.
+
+        The shortest of `repeats` calls counts.
+        """
         cut = self.data._replace(size=jnp.minimum(self.data.size, cap))
         took = float('inf')
         for _ in range(repeats):
@@ -176,7 +202,7 @@ class Trial:
         return took, jax.device_get(report)
 
     def part(self, seconds: float) -> int:
-        """How many examples of each client are enough: a call takes so long, and a step more than with half of them."""
+        """How many examples of each client are enough: a call takes `seconds`, and more steps than with one each."""
         most, cap = int(self.sizes.max()), 1
         _, first = self.call(cap)  # which also has more to do than later ones
         took, report = 0.0, first
@@ -187,7 +213,10 @@ class Trial:
         return cap
 
     def seconds(self, cap: int, repeats: int) -> float:
-        """Of a whole round, from one in which no client has more than `cap` examples and one with half of that."""
+        """Of a whole round, from one in which no client has more than `cap` examples and one with half of that.
+
+        Each is timed `repeats` times.
+        """
         self.call(1)
         took, report = self.call(cap, repeats)
         if cap >= self.sizes.max():
@@ -199,7 +228,7 @@ class Trial:
         return took + slope * (whole - part)
 
     def work(self, report: simulate.Report, cap: int) -> Callable[[int], float]:
-        """From another cap to the batch rows of a round of the same cohort, by the report of one with `cap`."""
+        """From another cap to the batch rows of a round of the same cohort, by the `report` of one with `cap`."""
         ids, info = np.asarray(report.ids), report.info
         sizes, busy = np.append(self.sizes, 0)[ids], np.asarray(info.steps) > 0
         batch = (info.slots[busy] / info.steps[busy]).max()

@@ -19,7 +19,9 @@ from fedjax_nc.training import OnRound
 
 @contextlib.contextmanager
 def tensorboard(folder: str | Path) -> Iterator[OnRound]:
-    """Writes events that TensorBoard shows: a scalar for each entry of a row, at the round's number.
+    """Writes events that TensorBoard shows into `folder`: a scalar for each entry of a row, at the round's number.
+
+    To be entered by `with`, which gives the tracker and in the end closes the files.
 
     Raises:
       ImportError: without tensorboardX.
@@ -38,7 +40,7 @@ def tensorboard(folder: str | Path) -> Iterator[OnRound]:
 
 
 def wandb(run: Any) -> OnRound:
-    """For a run of Weights & Biases, `wandb.init(...)`, which stays the caller's to finish."""
+    """A tracker for a `run` of Weights & Biases, `wandb.init(...)`, which stays the caller's to finish."""
 
     def tracker(row: Row, state: State) -> None:
         run.log(_measured(row), step=int(row['round']))
@@ -47,7 +49,7 @@ def wandb(run: Any) -> OnRound:
 
 
 def mlflow(client: Any) -> OnRound:
-    """For MLflow, the module with an active run: `mlflow.start_run(); watch.mlflow(mlflow)`."""
+    """A tracker for MLflow; `client` is its module, with an active run: `mlflow.start_run(); watch.mlflow(mlflow)`."""
 
     def tracker(row: Row, state: State) -> None:
         client.log_metrics(_measured(row), step=int(row['round']))

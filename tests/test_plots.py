@@ -184,9 +184,31 @@ def test_thirty_five_curves_look_different():
     for i, j in itertools.combinations(range(21), 2):
         if looks[i][0] == looks[j][0]:
             assert lines[i].get_fillstyle() != lines[j].get_fillstyle()
-    assert all(len(line.get_markevery()) == 2 for line in lines)
     assert len(figure.legends[0].get_texts()) == 35
     assert png(figure)
+
+
+def test_markers_are_spread_over_the_axis():
+    """Also where the last rounds are all evaluated; not all at the same rounds."""
+    rounds = np.array([*range(0, 100, 10), *range(95, 101)])
+    first, second = plots.accuracy_curves(dict.fromkeys('ab', (rounds, rounds / 100))).axes[0].lines
+    marked = [rounds[line.get_markevery()] for line in (first, second)]
+    assert all(len(places) == 8 and np.diff(places).max() <= 20 and places[0] <= 10 for places in marked)
+    assert set(marked[0].tolist()) != set(marked[1].tolist())
+    (lone,) = plots.accuracy_curves({'a': ([7], [0.5])}).axes[0].lines
+    assert lone.get_markevery() == [0]
+
+
+def test_legends_beside_leave_axes_their_width():
+    names = ['a method of a rather long name', *'bcdefgh']
+    for figure in (
+        plots.accuracy_curves({n: ([1, 2], [0.1, 0.2]) for n in names}),
+        plots.curve_panels({'one': {n: ([1, 2], [0.1, 0.2]) for n in names[:4]}}),
+        plots.grouped_bars({'one': {n: [1.0, 2.0, 3.0] for n in names[:2]}}, ['many', 'medium', 'few']),
+    ):
+        figure.draw(figure.canvas.get_renderer())
+        assert figure.axes[0].get_position().width * figure.get_figwidth() > 1.8
+        assert figure.legends[0].get_window_extent().x1 <= figure.bbox.width
 
 
 def test_twenty_eight_bars_look_different():

@@ -179,7 +179,7 @@ def oracle(
 
 def _statistics(own: Shard, covariance: str = 'full') -> Message:
     """What a client with features `own.x [N, D]`, as `local.featurize` makes them, tells about its classes."""
-    weight = classwise.real(own)
+    weight = classwise.real_rows(own)
     mean, count = classwise.means(own.x, own.y, weight, len(own.counts))
     return Message(ClassRows(mean, count), gaussians.scatter(own.x, own.y, weight, mean, covariance))
 

@@ -87,7 +87,7 @@ def algorithm(
     inner = base(task, client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})
 
     def init(key: Array, data: FederatedData) -> fedavg.Server:
-        server = fedavg.plain(inner.init(key, data))
+        server = fedavg.plain_server(inner.init(key, data))
         k_head, k_features = jax.random.split(jax.random.fold_in(key, 2))  # 0 and 1 are what training has used
         dim, classes = server.variables.params['head']['w'].shape
         head = heads.dense_init(k_head, dim, classes, bias)
@@ -138,7 +138,7 @@ def _class_gradient(head: Tree, z: Array, y: Array, weight: Array) -> Array:
 
 def _drawn(key: Array, own: Shard, draw: int, repeats: int) -> Array:
     """Weights [N] with which a class's examples enter the mean of gradients on up to `draw` of them, drawn anew."""
-    real = classwise.real(own) > 0
+    real = classwise.real_rows(own) > 0
     label = jnp.where(real, own.y, len(own.counts))  # padding is a class of its own
     first = jnp.cumsum(own.counts) - own.counts
     take = jnp.minimum(own.counts, draw)

@@ -75,7 +75,7 @@ def algorithm(
 
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, Tree, Info]:
         own, message, first = inner.client(key, server, client.own, shard)
-        w = server.variables if reference == 'received' else fedavg.trained(server, message)
+        w = server.variables if reference == 'received' else fedavg.trained_model(server, message)
         opt = optax.chain(
             limit,
             _pull(w.params, lam),

@@ -49,7 +49,7 @@ class Message(NamedTuple):
     stats: Tree  #: running statistics at the end
 
 
-def trained(server: Server, message: Any) -> Variables:
+def trained_model(server: Server, message: Any) -> Variables:
     """The model with which a client ended its local work.
 
     Messages of methods built on this one may hold more, and this one's in a field called `base`.
@@ -66,14 +66,14 @@ def trained(server: Server, message: Any) -> Variables:
     return v._replace(params={**v.params, **moved}, stats=message.stats)
 
 
-def moving(value: Tree) -> set[str]:
+def moved_parts(value: Tree) -> set[str]:
     """Names of the top-level parameters that an aggregate of messages moves, whatever is around FedAvg's."""
     while 'delta' not in value:
         value = value['base']
     return set(value['delta'])
 
 
-def plain(server: Server) -> Server:
+def plain_server(server: Server) -> Server:
     """The first state of a base, for methods that need all of it to be FedAvg's.
 
     Raises:
@@ -87,7 +87,7 @@ def plain(server: Server) -> Server:
     return server
 
 
-def sent(message: Any) -> Message:
+def plain_message(message: Any) -> Message:
     """The message of a base, for methods that change what of it travels.
 
     Raises:

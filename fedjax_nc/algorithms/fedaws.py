@@ -70,7 +70,7 @@ def algorithm(
     def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
         server = inner.server(key, server, aggregate)
         v = server.variables
-        if not _movable(v) or 'head' not in fedavg.moving(aggregate.value):
+        if not _movable(v) or 'head' not in fedavg.moved_parts(aggregate.value):
             return server
         w = v.params['head']['w']
         apart = jnp.where(aggregate.clients > 0, spread(w, margin, steps, spread_opt, nearest), w)

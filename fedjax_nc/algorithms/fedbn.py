@@ -61,8 +61,8 @@ def algorithm(
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         mine = _holding(server, client.norms)
         own, message, info = inner.client(key, mine, client.own, shard)
-        message = fedavg.sent(message)
-        v = fedavg.trained(mine, message)
+        message = fedavg.plain_message(message)
+        v = fedavg.trained_model(mine, message)
         trained, received = (tree.split(u.params, tuple(message.delta))[0] for u in (v, server.variables))
         return Client(own, norms(v)), message._replace(delta=tree.sub(trained, received)), info
 

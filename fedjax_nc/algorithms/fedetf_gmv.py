@@ -107,14 +107,14 @@ def algorithm(
 
     def client(key: Array, server: fedavg.Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
         client, message, info = inner.client(key, server, client, shard)
-        v = fedavg.trained(server, message)
+        v = fedavg.trained_model(server, message)
         mu = v.fixed['memory'].mu
 
         def sums() -> ClassRows:
             if online:
                 return ClassRows(*v.stats['tally'])
             own = featurize(lambda batch: task.features(v, batch)[0], shard, plan.batch_size)
-            return ClassRows(*classwise.sums(own.x, own.y, classwise.real(own), len(mu)))
+            return ClassRows(*classwise.sums(own.x, own.y, classwise.real_rows(own), len(mu)))
 
         empty = ClassRows(jnp.zeros_like(mu), jnp.zeros(len(mu)))
         total, count = jax.lax.cond(server.round >= first, sums, lambda: empty)

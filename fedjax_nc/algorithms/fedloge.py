@@ -99,13 +99,13 @@ def algorithm(
     def init_client(key: Array, server: fedavg.Server) -> Client:
         width, classes = server.variables.params['aux']['w'].shape
         head = heads.dense_init(key, width, classes, aux_bias)
-        return Client(inner.init_client(key, holding(fedavg.plain(server), head)), head, jnp.array(False))
+        return Client(inner.init_client(key, holding(fedavg.plain_server(server), head)), head, jnp.array(False))
 
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         mine = holding(server, client.head)
         own, message, info = inner.client(key, mine, client.own, shard)
-        message = fedavg.sent(message)
-        head = fedavg.trained(mine, message).params['private']
+        message = fedavg.plain_message(message)
+        head = fedavg.trained_model(mine, message).params['private']
         _, sent = tree.split(message.delta, ('private',))
         return Client(own, head, client.seen | (shard.size > 0)), message._replace(delta=sent), info
 

@@ -86,10 +86,10 @@ def algorithm(
 
     def client(key: Array, server: fedavg.Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
         client, message, info = inner.client(key, server, client, shard)
-        v = fedavg.trained(server, message)
+        v = fedavg.trained_model(server, message)
         k_images = jax.random.fold_in(key, plan.epochs) if augment else None  # training folds in smaller numbers
         own = featurize(lambda batch: task.features(v, batch)[0], shard, plan.batch_size, k_images)
-        weight = classwise.real(own)
+        weight = classwise.real_rows(own)
         if confident:
             p = jax.nn.softmax(task.logits(v, own.x))
             weight *= jnp.take_along_axis(p, own.y[:, None], axis=1)[:, 0]

@@ -50,13 +50,13 @@ def algorithm(
     shared = base(objective, client_opt, parts=('body',), **kwargs)
 
     def init(key: Array, data: FederatedData) -> fedavg.Server:
-        return fedavg.plain(shared.init(key, data))
+        return fedavg.plain_server(shared.init(key, data))
 
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         mine = holding(server, client.head)
         own, message, info = whole.client(key, mine, client.own, shard)
-        sent, _ = tree.split(fedavg.sent(message).delta, ('body',))
-        return Client(own, fedavg.trained(mine, message).params['head']), message._replace(delta=sent), info
+        sent, _ = tree.split(fedavg.plain_message(message).delta, ('body',))
+        return Client(own, fedavg.trained_model(mine, message).params['head']), message._replace(delta=sent), info
 
     return private_heads(whole)._replace(init=init, client=client, server=shared.server)
 

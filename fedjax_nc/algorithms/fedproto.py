@@ -75,7 +75,7 @@ def algorithm(
     def client(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, ClassRows, Info]:
         mine, _, info = inner.client(key, server, mine, shard)
         own = featurize(lambda batch: objective.features(mine, batch)[0], shard, plan.batch_size)
-        mean, count = classwise.means(own.x, own.y, classwise.real(own), len(own.counts))
+        mean, count = classwise.means(own.x, own.y, classwise.real_rows(own), len(own.counts))
         return mine, ClassRows(mean, count if weigh == 'counts' else jnp.sign(count)), info
 
     def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:

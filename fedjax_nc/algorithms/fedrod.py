@@ -149,7 +149,7 @@ def algorithm(
     def init(key: Array, data: FederatedData) -> fedavg.Server:
         server = shared.init(key, data)
         # Beside the others a private head is trained by a base that is not the server's.
-        return fedavg.plain(server) if personal.private and not separate else server
+        return fedavg.plain_server(server) if personal.private and not separate else server
 
     def holding(server: fedavg.Server, private: Tree) -> fedavg.Server:
         if not personal.private:
@@ -173,8 +173,8 @@ def algorithm(
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         mine = holding(server, client.head)
         own, message, info = local.client(key, mine, client.own, shard)
-        message = fedavg.sent(message)
-        v = fedavg.trained(mine, message)
+        message = fedavg.plain_message(message)
+        v = fedavg.trained_model(mine, message)
         if separate:
             v, second = fit(jax.random.fold_in(key, plan.epochs), server, v, shard)  # training folds in smaller numbers
             info = joined(info, second)

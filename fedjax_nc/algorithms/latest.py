@@ -38,7 +38,7 @@ def keep(algorithm: Algorithm) -> Algorithm:
 
     def client(key: Array, server: fedavg.Server, client: Latest, shard: Shard) -> tuple[Latest, Tree, Info]:
         own, message, info = algorithm.client(key, server, client.own, shard)
-        now = Latest(own, fedavg.trained(server, message), server.round)
+        now = Latest(own, fedavg.trained_model(server, message), server.round)
         return tree.where(shard.size > 0, now, client), message, info
 
     def predict(server: fedavg.Server, client: Latest | None, x: Array) -> Array:

@@ -80,7 +80,7 @@ def algorithm(
 
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         own, message, info = contrasting(client.previous).client(key, server, client.own, shard)
-        now = fedavg.trained(server, message)._replace(fixed=())
+        now = fedavg.trained_model(server, message)._replace(fixed=())
         return Client(own, tree.where(shard.size > 0, now, client.previous)), message, info
 
     return plain._replace(init_client=init_client, client=client)

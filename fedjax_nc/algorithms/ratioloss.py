@@ -78,7 +78,7 @@ def algorithm(
         return server
 
     def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
-        if fedavg.moving(aggregate.value) != {'body', 'head'}:
+        if fedavg.moved_parts(aggregate.value) != {'body', 'head'}:
             raise ValueError(
                 'Ratio Loss watches a whole model in training: take no `parts`, nor a base that freezes any'
             )

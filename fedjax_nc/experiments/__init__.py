@@ -20,3 +20,5 @@ from fedjax_nc.experiments import recipes as recipes
 from fedjax_nc.experiments.pipeline import run as run
 from fedjax_nc.experiments.setting import Setting as Setting
 from fedjax_nc.experiments.study import Study as Study
+
+__all__ = ['Setting', 'Study', 'recipes', 'run']

@@ -36,7 +36,7 @@ def of(algorithm: Algorithm, before: Tree, state: State, data: FederatedData) ->
     trace, made = jax.make_jaxpr(work, return_shape=True)(*server, (own, shard))
     down = once = 0
     for i, (first, last) in enumerate(zip(jax.tree.leaves(before), server, strict=True)):
-        if privacy.reads(trace.jaxpr, i):
+        if privacy.depends_on(trace.jaxpr, i):
             moved = not np.array_equal(first, last)
             down, once = down + moved * last.nbytes, once + (not moved) * last.nbytes
     return Traffic(down, sum(u.size * u.dtype.itemsize for u in jax.tree.leaves(made[1])), once)

@@ -6,7 +6,8 @@ Papyan, Han, Donoho. PNAS 2020. https://arxiv.org/abs/2008.08186
 Features h_i fall into their class means m_c (NC1), these around the global mean m into a simplex ETF (NC2), and the
 classifier's vectors point along them (NC3). Measures take features `z [n, D]`, labels `y [n]` int in [0, C) and,
 where some rows count more than others or not at all, `weight [n]`. The global mean is that of the class means, so
-that unequal numbers of examples do not move it.
+that unequal numbers of examples do not move it. What takes features raises ValueError for other shapes, or labels that
+are no integers.
 """
 
 from typing import NamedTuple
@@ -23,13 +24,20 @@ from fedjax_nc.metrics.similarity import ByClass, mean_over_pairs, pairwise_cosi
 class Centres(NamedTuple):
     """Where the classes lie. Rows of absent classes are zero."""
 
-    mean: Array  #: [C, D] class means
-    centred: Array  #: [C, D] class means less the global mean
+    mean: Array  #: [C, D] float32, class means
+    centred: Array  #: [C, D] float32, class means less the global mean
     present: Array  #: [C] bool
 
 
 def centres(z: Array, y: Array, classes: int, weight: Array | None = None) -> Centres:
-    """Class means of features, and their gaps to the mean of the class means."""
+    """Class means of features, and their gaps to the mean of the class means.
+
+    Args:
+      z: features [n, D].
+      y: labels [n].
+      classes: their number C.
+      weight: weights [n], 1 by default.
+    """
     mean, count = classwise.means(z, y, _weights(y, weight), classes)
     present = count > 0
     return Centres(mean, jnp.where(present[:, None], mean - over(mean, present).mean, 0.0), present)
@@ -40,6 +48,7 @@ def nc1(z: Array, y: Array, classes: int, weight: Array | None = None) -> Array:
 
     `tr Sigma_c` is the mean of `|h_i - m_c|^2` over the examples of class c. 0 means collapse; rotating, moving or
     scaling the features changes nothing; infinite where all class means coincide, as those of a single class do.
+    Arguments are those of `centres`.
     """
     at = centres(z, y, classes, weight)
     squares = jnp.sum(jnp.square(z.astype(jnp.float32) - at.mean[y]), axis=1, keepdims=True)
@@ -52,6 +61,7 @@ def nc1_cosine(z: Array, y: Array, classes: int, weight: Array | None = None) ->
     """NC1 as the released code of FedETF (Li et al., ICCV 2023) logs it: mean over examples of `cos(h_i, m_{y_i})`.
 
     1 means collapse. Means are not centred, so that features with a large common part come close to 1 as well.
+    Arguments are those of `centres`; a scalar.
     """
     cosines = jnp.sum(normalize(z) * normalize(centres(z, y, classes, weight).mean)[y], axis=1)
     return over(cosines, _weights(y, weight)).mean
@@ -60,12 +70,12 @@ def nc1_cosine(z: Array, y: Array, classes: int, weight: Array | None = None) ->
 def nc2(z: Array, y: Array, classes: int, weight: Array | None = None, *, centred: bool = True) -> Array:
     """NC2, how far class means are from a simplex ETF: mean over pairs of classes of `|cos(m_i, m_j) + 1/(C-1)|`.
 
-    Err_NC2 of FedETF (Li et al., ICCV 2023). C counts the classes that are present.
+    Err_NC2 of FedETF (Li et al., ICCV 2023), a scalar. C counts the classes that are present.
 
     Args:
       z: features [n, D].
       y: labels [n].
-      classes: C.
+      classes: their number C.
       weight: weights [n], 1 by default.
       centred: whether the global mean is first taken off.
     """
@@ -74,12 +84,12 @@ def nc2(z: Array, y: Array, classes: int, weight: Array | None = None, *, centre
 
 
 def frame_error(frame: Array, present: Array | None = None) -> Array:
-    """Mean over pairs of the columns of a frame [d, C] of `|cos + 1/(C-1)|`; 0 for a simplex ETF, whatever its scale.
+    """Mean over pairs of a frame's columns of `|cos + 1/(C-1)|`, a scalar; 0 for a simplex ETF, whatever its scale.
 
     The largest instead of the mean is the `gap` of `frames.frame_quality`.
 
     Args:
-      frame: one column a class.
+      frame: [d, C], one column a class.
       present: [C] bool, the classes that count; all by default.
     """
     number = frame.shape[1] if present is None else jnp.sum(present)
@@ -110,7 +120,7 @@ def nc3(z: Array, y: Array, vectors: Array, weight: Array | None = None) -> ByCl
 def nc3_means(z: Array, y: Array, vectors: Array, weight: Array | None = None) -> ByClass:
     """NC3 by class means, self-duality: `cos(v_c, m_c - m)` of each class, and its mean over classes.
 
-    1 means collapse. Arguments and errors are those of `nc3`.
+    1 means collapse. Arguments and errors are those of `nc3`: ValueError.
     """
     _check(z, y, vectors)
     at = centres(z, y, vectors.shape[1], weight)
@@ -123,7 +133,7 @@ def _weights(y: Array, weight: Array | None) -> Array:
 
 
 def _check(z: Array, y: Array, vectors: Array) -> None:
-    classwise.fitting(z, y, _weights(y, None))
+    classwise.check_rows(z, y, _weights(y, None))
     if z.shape[1] != vectors.shape[0]:
         raise ValueError(
             f'features of {z.shape[1]} dimensions cannot be compared with vectors {vectors.shape}: '

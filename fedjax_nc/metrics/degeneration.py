@@ -20,11 +20,12 @@ class Degeneration(NamedTuple):
     """The dimensions of every class, sorted by its mean feature from the largest to the smallest."""
 
     order: Array  #: [C, D] int32, the dimensions
-    mean: Array  #: [C, D] their means
-    relative: Array  #: [C, D] their variance over their squared mean, 0 where that is 0
-    top: Array  #: [C] median of `relative` in the upper half
-    bottom: Array  #: [C] and in the lower half
-    count: Array  # type: ignore[assignment]  #: [C], 0 for a class without examples, whose rows do not count
+    mean: Array  #: [C, D] float32, their means
+    relative: Array  #: [C, D] float32, their variance over their squared mean, 0 where that is 0
+    top: Array  #: [C] float32, median of `relative` in the upper half
+    bottom: Array  #: [C] float32, and in the lower half
+    #: [C] float32, 0 for a class without examples, whose rows do not count
+    count: Array  # type: ignore[assignment]
 
 
 def degeneration(z: Array, y: Array, classes: int, weight: Array | None = None) -> Degeneration:
@@ -33,14 +34,14 @@ def degeneration(z: Array, y: Array, classes: int, weight: Array | None = None) 
     Args:
       z: features [n, D].
       y: labels [n] int in [0, C).
-      classes: C.
+      classes: their number C.
       weight: weights [n], 1 by default.
 
     Raises:
-      ValueError: if there are no two halves of dimensions.
+      ValueError: if there are no two halves of dimensions, for other shapes, or labels that are no integers.
     """
     weight = jnp.ones(y.shape, jnp.float32) if weight is None else weight
-    classwise.fitting(z, y, weight)
+    classwise.check_rows(z, y, weight)
     if z.shape[1] < 2:
         raise ValueError(f'{z.shape[1]} dimensions have no two halves: at least 2 are needed')
     mean, count = classwise.means(z, y, weight, classes)
@@ -57,7 +58,7 @@ def masked_share(w: Array, order: Array) -> Array:
     """Share of zeros of a sparse classifier `w [D, C]` in the lower half of each class's dimensions: [C].
 
     To be compared with its sparsity, which is the share of zeros among all: above it where training has put the class
-    into the dimensions that its vector sees. `order` is that of `degeneration`.
+    into the dimensions that its vector sees. `order [C, D]` is that of `degeneration`; float32.
     """
     sorted_zeros = jnp.take_along_axis(w.T == 0, order, axis=1)
     return jnp.mean(sorted_zeros[:, order.shape[1] // 2 :], axis=1, dtype=jnp.float32)

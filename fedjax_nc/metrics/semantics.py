@@ -54,7 +54,7 @@ def class_order() -> Array:
 class SemanticGap(NamedTuple):
     """How much closer class vectors are within groups than between them; scalars in [-2, 2]."""
 
-    plain: Array
+    plain: Array  #: of the rows as they are
     centred: Array  #: of the rows less their mean, a common part that softmax ignores
 
 

@@ -19,19 +19,19 @@ from fedjax_nc.models.adapter import Preprocess, scale_images
 class ByClass(NamedTuple):
     """A number for each class."""
 
-    values: Array  #: [C], 0 where it is not known
+    values: Array  #: [C] float32, 0 where it is not known
     known: Array  #: [C] bool
-    mean: Array  #: [] over the classes of which it is known
+    mean: Array  #: [] float32, over the classes of which it is known
 
 
 def pairwise_cosine(rows: Array) -> Array:
-    """Cosines of all pairs of `rows [n, D]`: [n, n]; those of a row of zeros are 0."""
+    """Cosines of all pairs of `rows [n, D]`: [n, n] float32; those of a row of zeros are 0."""
     rows = normalize(rows)
     return jnp.matmul(rows, rows.T, precision='highest')
 
 
 def mean_over_pairs(matrix: Array, present: Array | None = None) -> Array:
-    """Mean of the entries off the diagonal of `matrix [n, n]`, between those `present [n]`; 0 if there is no pair."""
+    """Mean of the entries off the diagonal of `matrix [n, n]`, between those `present [n]`; 0 without a pair."""
     here = jnp.ones(len(matrix), bool) if present is None else present > 0
     pair = here[:, None] & here & ~jnp.eye(len(matrix), dtype=bool)
     return jnp.sum(jnp.where(pair, matrix, 0.0)) / jnp.maximum(jnp.sum(pair), 1)
@@ -59,6 +59,9 @@ def prototype_consistency(means: Array, present: Array) -> ByClass:
     Args:
       means: [K, C, D], as of `client_prototypes`.
       present: [K, C], above 0 where the client owns the class.
+
+    Returns:
+      A mean for each class [C], which of them are known, and the mean over those.
     """
     by_class = means.swapaxes(0, 1), (present > 0).T
     values = jax.lax.map(lambda args: mean_over_pairs(pairwise_cosine(args[0]), args[1]), by_class)
@@ -82,13 +85,13 @@ def client_prototypes(
     def one(args: tuple[Array, Variables | None]) -> ClassRows:
         v = variables if args[1] is None else args[1]
         shard = featurize(lambda batch: objective.features(v, batch)[0], data.shard(args[0]), batch_size)
-        return ClassRows(*classwise.means(shard.x, shard.y, classwise.real(shard), data.num_classes))
+        return ClassRows(*classwise.means(shard.x, shard.y, classwise.real_rows(shard), data.num_classes))
 
     return jax.lax.map(one, (jnp.arange(data.num_clients), variables if own else None))
 
 
 def class_norms(w: Array) -> Array:
-    """Euclidean norm of each class vector of classifiers `w [..., D, C]`: [..., C]."""
+    """Euclidean norm of each class vector of classifiers `w [..., D, C]`: [..., C] float32."""
     return jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), axis=-2))
 
 
@@ -103,6 +106,9 @@ def linear_cka(x: Array, y: Array) -> Array:
     Args:
       x: [n, ...], flattened to [n, p].
       y: [n, ...], flattened to [n, q].
+
+    Returns:
+      [] float32.
 
     Raises:
       ValueError: if they differ in n.
@@ -123,7 +129,7 @@ def linear_cka(x: Array, y: Array) -> Array:
 def cka_matrix(features: Array) -> Array:
     """Linear CKA of all pairs of models on the same n examples: `features [K, n, ...] -> [K, K]`.
 
-    It is the cosine of their centred Gram matrices, which cost K n^2 floats; 1000 examples do.
+    In float32. It is the cosine of their centred Gram matrices, which cost K n^2 floats; 1000 examples do.
     """
     grams = jax.lax.map(lambda x: _gram(_centred(x).T, _centred(x).T).reshape(-1), features)
     return pairwise_cosine(grams)
@@ -175,7 +181,10 @@ def sliced_wasserstein(key: Array, mean: Array, cov: Array, *, directions: int =
 
 
 def separability(key: Array, mean: Array, cov: Array, present: Array | None = None, *, directions: int = 500) -> Array:
-    """Mean of `sliced_wasserstein` over the pairs of classes `present [C]`, by default all: a scalar."""
+    """Mean of `sliced_wasserstein` over the pairs of classes `present [C]`, by default all: [] float32.
+
+    Other arguments and errors are those of `sliced_wasserstein`.
+    """
     return mean_over_pairs(sliced_wasserstein(key, mean, cov, directions=directions), present)
 
 

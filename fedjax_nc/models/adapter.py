@@ -16,7 +16,7 @@ from fedjax_nc import checks
 from fedjax_nc.base import Array, Model, Tree
 
 Preprocess = Callable[[Array, Array | None], Array]
-"""(batch, key) -> what the module takes; key None means evaluation: no augmentation."""
+"""(batch, key) -> what the module takes; key None means evaluation, without augmentation."""
 
 Apply = Callable[[Tree, Tree, Array, Array | None, Array | None], tuple[Array, Tree]]
 """(params, stats, prepared batch, mask, key) -> (features, new stats); without a key it evaluates."""
@@ -26,7 +26,10 @@ EVALUATES = ('deterministic', 'inference', 'use_running_average')
 
 
 def scale_images(x: Array, key: Array | None = None) -> Array:
-    """Bytes to [-1, 1]; all else is left alone, floats as they are and integers as the tokens that they may be."""
+    """A batch of uint8 to [-1, 1] float32; all else is left alone, floats as they are and integers as tokens.
+
+    `key` is not used: this is what adapters take for `preprocess` by default.
+    """
     return (x.astype(jnp.float32) / 255 - 0.5) / 0.5 if x.dtype == jnp.uint8 else x
 
 
@@ -50,6 +53,19 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
     Raises:
         ValueError: if `module` is no such instance, or `preprocess` no function; on `init`, if there is no submodule
             `classifier`, or the module has variables other than 'params' and 'batch_stats'.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from fedjax_nc import models
+        >>> model = models.from_flax(models.MLP((16,)))
+        >>> x = jnp.zeros((3, 28, 28), jnp.uint8)
+        >>> params, stats = model.init(jax.random.key(0), x)
+        >>> params['Dense_0']['kernel'].shape
+        (784, 16)
+        >>> z, _ = model.features(params, stats, x, None, None)
+        >>> z.shape
+        (3, 16)
     """
     _check_module(module)
     named = asked(entry(module, nn.Sequential))
@@ -107,8 +123,11 @@ def from_functions(
         apply: the body, without a classifier.
         preprocess: as for `from_flax`.
 
+    Returns:
+        The model, as of `from_flax`; its `stats` are ().
+
     Raises:
-        ValueError: if one of them is no function.
+        ValueError: if one of them is no function, or asks for arguments that are not known.
     """
     for name, function in (('`init`', init), ('`apply`', apply)):
         if not callable(function) or isinstance(function, type):

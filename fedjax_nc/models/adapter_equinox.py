@@ -36,6 +36,9 @@ def from_equinox(
         classifier: the attribute that classifies, such as 'head' or 'layers.2', if the module ends in one. It is left
             out: the features are what it would be given.
 
+    Returns:
+        The model, as of `from_flax`.
+
     Raises:
         ValueError: if `module` is neither, `preprocess` no function, there is no part `classifier`, or a module with
             state was given without what makes it.

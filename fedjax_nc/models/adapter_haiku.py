@@ -29,6 +29,9 @@ def from_haiku(
         classifier: name of the module that classifies, 'mlp/~/linear_2' for instance, if the function ends in one. It
             is left out: the features are what it would be given.
 
+    Returns:
+        The model, as of `from_flax`.
+
     Raises:
         ValueError: if `function` is none, or transformed, or `preprocess` no function; on `init`, if there is no module
             `classifier`.

@@ -12,6 +12,7 @@ from fedjax_nc.models import layers
 class CNN(nn.Module):
     """FedETF's network for CIFAR-10: valid 3x3 convolutions of 32, 64 and 64 channels, dense 64; features [B, 64].
 
+    Images [B, H, W, I]; the first two convolutions are pooled by 2, and a ReLU follows each layer.
     Source: Li et al., No Fear of Classifier Biases, ICCV 2023, and its code.
 
     Attributes:
@@ -38,6 +39,7 @@ class CNN(nn.Module):
 class McMahanCNN(nn.Module):
     """FedAvg's network: padded 5x5 convolutions of 32 and 64 channels, each pooled by 2, dense 512; features [B, 512].
 
+    Images [B, H, W, I]; a ReLU after each layer.
     Source: McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017, the network for MNIST.
 
     Attributes:
@@ -64,7 +66,7 @@ class McMahanCNN(nn.Module):
 class Conv2Cifar(nn.Module):
     """FedNH's network for CIFAR: valid 5x5 convolutions of 64 channels, each pooled by 2, dense 384 and 192.
 
-    Features [B, 192]; 796,032 parameters for 32x32x3.
+    Images [B, H, W, I], features [B, 192], a ReLU after each layer; 796,032 parameters for 32x32x3.
     Source: Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023, its code.
 
     Attributes:
@@ -86,8 +88,8 @@ class Conv2Cifar(nn.Module):
 class MoonCNN(nn.Module):
     """MOON's network for CIFAR-10, on which CCVR is measured: LeNet's layers and a projection to 256 dimensions.
 
-    Valid 5x5 convolutions of 6 and 16 channels, each pooled by 2, dense 120, 84, 84 and a linear 256. The features
-    [B, 256] are not rectified; 90,056 parameters for 32x32x3.
+    Images [B, H, W, I]; valid 5x5 convolutions of 6 and 16 channels, each pooled by 2, dense 120, 84, 84, all with a
+    ReLU, and a linear 256. The features [B, 256] are not rectified; 90,056 parameters for 32x32x3.
     Source: Li et al., Model-Contrastive Federated Learning, CVPR 2021; Luo et al., No Fear of Heterogeneity (CCVR),
     NeurIPS 2021.
 

@@ -49,7 +49,7 @@ def compiler_options() -> dict[str, Any]:
 
 
 conv_native: ConvFn = lax.conv_general_dilated
-"""XLA's own convolution, fastest outside loops and `vmap`."""
+"""XLA's own convolution, `lax.conv_general_dilated`, fastest outside loops and `vmap`."""
 
 
 def conv_patches(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, **options: Any) -> Array:
@@ -62,8 +62,12 @@ def conv_patches(lhs: Array, rhs: Array, window_strides: Sequence[int], padding:
         padding: 'SAME', 'VALID' or two pairs.
         **options: as flax passes them; `precision` is used.
 
+    Returns:
+        Images [B, h', w', O] in the type of `lhs`.
+
     Raises:
-        ValueError: for dilation, groups or another layout.
+        ValueError: for dilation, groups or another layout, shapes that do not go together, or a kernel that is larger
+            than the padded image.
     """
     return product(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options))
 
@@ -72,8 +76,8 @@ def conv_grouped(lhs: Array, rhs: Array, window_strides: Sequence[int], padding:
     """XLA's own convolution, except that under `vmap` the gradient of a kernel stays one.
 
     Batching the gradient, as `conv_native` does, makes of it a forward convolution with kernels as large as images;
-    here the batched convolution is differentiated, for whose gradient GPU libraries have a kernel. Arguments and errors
-    are those of `conv_patches`. Differentiable once, in reverse mode.
+    here the batched convolution is differentiated, for whose gradient GPU libraries have a kernel. Arguments, result
+    and errors (ValueError) are those of `conv_patches`. Differentiable once, in reverse mode.
     """
     return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), GROUPED)
 
@@ -81,8 +85,8 @@ def conv_grouped(lhs: Array, rhs: Array, window_strides: Sequence[int], padding:
 def conv_sequential(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, **options: Any) -> Array:
     """Convolution whose gradients are convolutions in the one layout that XLA's CPU backend runs fast inside loops.
 
-    Under `vmap` with per-client weights the clients run one after the other: no grouped convolution. Arguments and
-    errors are those of `conv_patches`. Differentiable once, in reverse mode.
+    Under `vmap` with per-client weights the clients run one after the other: no grouped convolution. Arguments, result
+    and errors (ValueError) are those of `conv_patches`. Differentiable once, in reverse mode.
     """
     return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), SEQUENTIAL)
 
@@ -91,7 +95,8 @@ def conv_onednn(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: 
     """`conv_sequential` computed by oneDNN, the fastest form on x86 CPUs; the same as it where oneDNN cannot be used.
 
     Programs that contain it cannot be written to jax's persistent compilation cache (jaxlib 0.10.2 and 0.12.0 warn and
-    go on without): take `conv_sequential` where starting fast matters more than running fast.
+    go on without): take `conv_sequential` where starting fast matters more than running fast. Arguments, result and
+    errors (ValueError) are those of `conv_patches`.
     """
     return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), ONEDNN)
 
@@ -100,8 +105,8 @@ def conv_by_platform(lhs: Array, rhs: Array, window_strides: Sequence[int], padd
     """The convolution of models that name none: `conv_onednn` on CPU (measured), `conv_grouped` elsewhere (estimated).
 
     The platform is the one that a program is lowered for, whatever the machine on which it is traced: `jax.export` on a
-    CPU makes programs for `cuda` and `tpu`. Arguments and errors are those of `conv_patches`. Differentiable once, in
-    reverse mode.
+    CPU makes programs for `cuda` and `tpu`. Arguments, result and errors (ValueError) are those of `conv_patches`.
+    Differentiable once, in reverse mode.
     """
     return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), BY_PLATFORM)
 

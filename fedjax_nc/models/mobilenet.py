@@ -26,8 +26,8 @@ STAGES = (
 class MobileNetV2(nn.Module):
     """Inverted residuals: 1x1 to more channels, depthwise 3x3, 1x1 to fewer; features [B, features], float32.
 
-    For 32x32 images: stride 1 in the stem and the first stages, ReLU instead of ReLU6, and blocks of stride 1 add
-    their input, through a 1x1 convolution and norm where the width changes. 2,284,112 parameters.
+    For 32x32 images, [B, H, W, I]: stride 1 in the stem and the first stages, ReLU instead of ReLU6; blocks of stride
+    1 add their input, through a 1x1 convolution and norm where the width changes. 2,284,112 parameters.
     Source: Sandler et al., MobileNetV2, CVPR 2018, in the layout of the released code of FedETF (Li et al., ICCV 2023);
     CCVR (Luo et al., NeurIPS 2021) names the network only.
 

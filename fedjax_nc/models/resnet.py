@@ -42,7 +42,8 @@ class ResNet(nn.Module):
     Basic blocks have two 3x3 convolutions and give features [B, widths[-1]]; bottlenecks a 3x3 one between two 1x1,
     the last of which has four times the channels, and give [B, 4 * widths[-1]].
 
-    Every stage but the first halves the image. Convolutions have no bias and are initialised as PyTorch does.
+    Images are [B, H, W, I]; every stage but the first halves them. Convolutions have no bias and are initialised as
+    PyTorch does.
     Source: He et al., Deep Residual Learning, CVPR 2016, with the shortcuts of the FedETF and FedLoGe code.
 
     Attributes:
@@ -94,21 +95,21 @@ class ResNet(nn.Module):
 
 
 class ResNet20(ResNet):
-    """CIFAR's ResNet-20: 3 stages of 3 blocks, 16 to 64 channels, 271,824 parameters."""
+    """CIFAR's ResNet-20: 3 stages of 3 blocks, 16 to 64 channels, features [B, 64], 271,824 parameters."""
 
     widths: Sequence[int] = (16, 32, 64)
     blocks: Sequence[int] = (3, 3, 3)
 
 
 class ResNet18(ResNet):
-    """ResNet-18 for 32x32 or 64x64 images: 4 stages of 2 blocks, 64 to 512 channels, 11,168,832 parameters."""
+    """ResNet-18 for 32x32 or 64x64 images: 4 stages of 2 blocks, features [B, 512], 11,168,832 parameters."""
 
     widths: Sequence[int] = (64, 128, 256, 512)
     blocks: Sequence[int] = (2, 2, 2, 2)
 
 
 class ResNet34(ResNet):
-    """ResNet-34 for small images, FedLoGe's: basic blocks, 64 to 512 channels, 21,276,992 parameters."""
+    """ResNet-34 for small images, FedLoGe's: basic blocks, features [B, 512], 21,276,992 parameters."""
 
     widths: Sequence[int] = (64, 128, 256, 512)
     blocks: Sequence[int] = (3, 4, 6, 3)

@@ -16,9 +16,9 @@ STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 class VGG11(nn.Module):
     """VGG-11 for 32x32 images, without BatchNorm, dropout or hidden dense layers; features [B, 512].
 
-    Padded 3x3 convolutions with bias, ReLU after each, pooled by 2 after each stage, then flattened: larger images
-    have more features. Kernels start normal with variance `2 / (9 * channels out)`, biases at zero; 9,220,480
-    parameters for three channels.
+    Images [B, H, W, I]; padded 3x3 convolutions with bias, ReLU after each, pooled by 2 after each stage, then
+    flattened: larger images have more features. Kernels start normal with variance `2 / (9 * channels out)`, biases at
+    zero; 9,220,480 parameters for three channels.
     Source: the network of FedAvg_ETF+GMV (arXiv 2303.16066), which takes it from FedRS (Li and Zhan, KDD 2021).
 
     Attributes:

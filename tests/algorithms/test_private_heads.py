@@ -91,7 +91,7 @@ def test_the_first_local_work_of_fedper_is_that_of_fedavg(data):
         return mine, other.client(toys.KEY, server, (), shard)[1:]
 
     (mine, message, info), (whole, told) = work(data.shard(2))
-    toys.same(mine.head, fedavg.trained(server, whole).params['head'], atol=1e-6)
+    toys.same(mine.head, fedavg.trained_model(server, whole).params['head'], atol=1e-6)
     toys.same((message.delta['body'], message.stats, info), (whole.delta['body'], whole.stats, told))
     assert set(message.delta) == {'body'}
 
