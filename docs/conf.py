@@ -104,6 +104,7 @@ def _fields_as_they_stand(app: Any, what: str, name: str, obj: Any, options: Any
         lines[:] = [f'{lines[-1].removeprefix(":type: ")}: {lines[0]}']
     if lines and lines[0].startswith('Alias for field number'):
         lines.clear()
+    lines[:] = [line for line in lines if not line.startswith('Create new instance of')]  # every NamedTuple's
 
 
 def setup(app: Any) -> None:

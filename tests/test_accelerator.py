@@ -121,6 +121,7 @@ accelerator.main(['--out', {out!r}])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere a row outlives who is killed')
 @pytest.mark.parametrize('sent', [signal.SIGKILL, signal.SIGINT])
 def test_whoever_is_killed_takes_its_row_along(rows, tmp_path, sent):

@@ -291,6 +291,7 @@ def test_studies_are_made_into_tables_of_what_is_finished(name, rows, beside, tm
     assert '- FedAvg: seeds 1, 2' in text
 
 
+@pytest.mark.slow
 def test_digits_table_is_made_once_for_all_seeds_and_continued(bench, tmp_path, capsys):
     digits = importlib.import_module('digits')
     call = ['--rounds', '2', '--out', str(tmp_path), '--methods']
@@ -310,6 +311,7 @@ def test_digits_table_is_made_once_for_all_seeds_and_continued(bench, tmp_path, 
         digits.main([*call, 'solo', '--seeds', '0'])
 
 
+@pytest.mark.slow
 def test_digits_rows_have_their_own_seeds(bench, tmp_path, monkeypatch):
     digits = importlib.import_module('digits')
     monkeypatch.setitem(digits.ROWS, 'solo', digits.Row('solo', seeds=(4, 0)))

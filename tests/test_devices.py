@@ -48,6 +48,7 @@ def test_four_devices_equal_one():
     check(answer(launch(4)), 4, 10)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))

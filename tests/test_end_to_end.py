@@ -110,6 +110,7 @@ def test_etf_head_runs_under_any_algorithm_and_has_nothing_to_train(images):
     toys.same(after.server.variables.fixed, state.server.variables.fixed)
 
 
+@pytest.mark.slow
 def test_fedetf_beats_fedavg_on_unequal_digits():
     """Handwritten digits, 20 clients, Dirichlet(0.1), 5 clients a round: rounds 16 to 20, three seeds."""
     digits = data.load_dataset('digits')

@@ -215,6 +215,7 @@ def run(monkeypatch):
 SMALL = ['--dataset', 'digits', '--clients', '6', '--rounds', '2', '--local-epochs', '1', '--out']
 
 
+@pytest.mark.slow
 def test_algorithm_head_loss_and_server_optimizer_compose_on_two_devices(run, tmp_path):
     choice = ['--algorithm', 'fedavg', '--head', 'etf', '--loss', 'balanced_softmax', '--server-optimizer', 'fedadam']
     done = script('examples/cifar.py', '--devices', 2, *SMALL, tmp_path / 'two', *choice, '--server-lr', 0.02)

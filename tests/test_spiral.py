@@ -34,6 +34,7 @@ def fast_compilation():
     jax.config.update('jax_disable_most_optimizations', False)
 
 
+@pytest.mark.slow
 def test_prints_tables_and_draws(spiral, tmp_path, monkeypatch, capsys, fast_compilation):
     monkeypatch.setattr(spiral, 'HEADS', {name: spiral.HEADS[name] for name in ('free', 'uniform')})
     settings = ('--quick', '--seeds', '1', '--epochs', '8', '--rounds', '2', '--out')

@@ -133,6 +133,7 @@ def test_candidates_are_few_and_fit_the_cohort():
                 assert all(choice.chunk <= clients for choice in found)
 
 
+@pytest.mark.slow
 def test_a_run_may_be_tuned_and_goes_on_as_it_began(tmp_path, monkeypatch):
     args = ['--dataset', 'digits', '--rounds', '2', '--algorithm', 'fedavg', '--clients', '6', '--max-examples', '300']
     few = [tuning.Choice(chunk=2, rounds_per_call=2)]

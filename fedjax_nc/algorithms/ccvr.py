@@ -39,8 +39,8 @@ Transform = Callable[[Array], Array]
 class Message(NamedTuple):
     """What a client sends; of a symmetric scatter, the upper triangle is enough."""
 
-    classes: ClassRows  #: class means [C, D] and counts [C]
-    scatter: Array  #: as of `gaussians.scatter`
+    classes: ClassRows  #: class means [C, D] and counts [C], float32
+    scatter: Array  #: [C, D, D] float32, S_kc; for 'diag' [C, D], for 'tied' [D, D], as of `gaussians.scatter`
 
 
 def tukey(power: float = 0.5, offset: float | None = None) -> Transform:
@@ -50,8 +50,11 @@ def tukey(power: float = 0.5, offset: float | None = None) -> Transform:
       power: 1 is the plain ReLU; smaller ones make skewed features more Gaussian. The paper takes 0.5.
       offset: by default 0 for a positive power and 1e-6 for others.
 
+    Returns:
+      The function psi, from [B, D] to [B, D] float32.
+
     Raises:
-      ValueError: for a negative offset, or none where zero has no image.
+      ValueError: for a negative offset, or one of 0 with a power that is not positive, where zero has no image.
     """
     shift = (0.0 if power > 0 else 1e-6) if offset is None else offset
     if shift < 0 or (shift == 0 and power <= 0):
@@ -78,8 +81,6 @@ def calibrate(
 ) -> Algorithm:
     """One round of it on all clients refits the head; body, statistics and fixed parts stay bit for bit.
 
-    Its `predict` is that of the calibrated model, which sees transformed features.
-
     Args:
       objective: the task of training, with a trainable head. The refit minimises the plain cross-entropy.
       transform: psi; None for raw features.
@@ -93,8 +94,13 @@ def calibrate(
       plan: batch size and epochs of the refit.
       opt: its optimizer; by default SGD of rate 0.01 and momentum 0.9.
 
+    Returns:
+      An `Algorithm` on any server state with a field `variables`, without client state, whose clients send a `Message`.
+      Its `predict` is that of the calibrated model, which sees transformed features, for clients too.
+
     Raises:
-      ValueError: for another covariance or a negative number; when joined, if the head has nothing to train.
+      ValueError: for another covariance, a negative number, or an objective or plan that is none; when joined, if the
+        head has nothing to train.
     """
     checks.kind('objective', objective, Objective)
     gaussians._known(covariance)
@@ -158,8 +164,11 @@ def oracle(
       plan: batch size and epochs.
       opt: as for `calibrate`.
 
+    Returns:
+      `server` with another `variables.params['head']`.
+
     Raises:
-      ValueError: for a fraction outside (0, 1], or if the head has nothing to train.
+      ValueError: for an objective that is none, a fraction outside (0, 1], or if the head has nothing to train.
     """
     checks.kind('objective', objective, Objective)
     checks.number('fraction', fraction, high=1, open_low=True)
@@ -197,8 +206,19 @@ def refit(
 
     Classes without examples are masked, so that their weights are neither raised nor pushed down.
 
+    Args:
+      key: shuffles the features in each epoch.
+      objective: whose head it is; its loss is not used.
+      v: a trained model.
+      shard: features x [N, D] with their labels and counts, such as of `local.featurize` or `gaussians.sample`.
+      plan: batch size and epochs.
+      opt: an optax optimizer; by default SGD of rate 0.01 and momentum 0.9.
+
+    Returns:
+      `v` with another `params['head']`, and the `Info` of the work.
+
     Raises:
-      ValueError: if the head has nothing to train.
+      ValueError: for an objective or plan that is none, or if the head has nothing to train.
     """
     absent = jnp.where(shard.counts > 0, 0.0, losses.ABSENT)
 

@@ -27,13 +27,18 @@ from fedjax_nc.objective import objective
 
 
 class Message(NamedTuple):
-    base: Any
-    gradients: ClassRows  #: rows [C, C * D], those of `class_gradient` laid out flat
+    """What a client sends."""
+
+    base: Any  #: what it sends under the base algorithm
+    #: rows [C, C * D] float32, each g_c [C, D] laid out flat (with a bias D + 1 for D); weights [C], 1 for held classes
+    gradients: ClassRows
 
 
 class Memory(NamedTuple):
-    head: Tree  #: the re-trained one, {'w' [D, C]}
-    features: Array  #: F [C, m, D]
+    """What the server remembers beside the averaged model."""
+
+    head: Tree  #: the re-trained one, `{'w' [D, C]}`, and 'b' [C] with a bias
+    features: Array  #: [C, m, D] float32, F
 
 
 def algorithm(
@@ -74,8 +79,13 @@ def algorithm(
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
 
+    Returns:
+      An `Algorithm` with the client state of `base`, whose server state is a `fedavg.Server` with a `Memory` for
+      `extra`, and whose clients send a `Message`.
+
     Raises:
-      ValueError: if there are no features, draws or repeats; on `init`, if the base remembers more than FedAvg.
+      ValueError: if there are no features, draws or repeats, for a negative `match_steps` or `match_lr`, or an
+        optimizer or plan that is none; on `init`, if the base remembers more than FedAvg.
     """
     for name, value in (('samples', samples), ('draw', draw), ('repeats', repeats)):
         checks.whole(name, value)

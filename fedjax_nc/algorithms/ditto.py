@@ -24,6 +24,8 @@ from fedjax_nc.objective import predict as logits
 
 
 class Client(NamedTuple):
+    """What a client keeps."""
+
     own: Tree  #: what the client keeps under the base algorithm
     personal: Variables  #: v_k
 
@@ -59,8 +61,12 @@ def algorithm(
       base: the algorithm of the global part: FedAvg, or another factory whose messages are FedAvg's or hold them.
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
 
+    Returns:
+      An `Algorithm` with the server state and messages of `base`, whose client state is a `Client`.
+
     Raises:
-      ValueError: for another `reference`, a negative `lam`, or a `clip` that is not positive.
+      ValueError: for another `reference`, a negative `lam`, a `clip` that is not positive, or an optimizer that is
+        none; in the first round, with 'local', if the clients of the base send no model.
     """
     checks.number('lam', lam)
     checks.optimizer('personal_opt', personal_opt)

@@ -38,21 +38,30 @@ Penalty = Callable[[Variables, Array, Batch, Any, Tree], Array]
 
 
 class Server(NamedTuple):
-    variables: Variables
-    opt: Tree
-    round: Array  #: [] int32
+    """The server state of FedAvg, and of the methods built on it."""
+
+    variables: Variables  #: the generic model
+    opt: Tree  #: state of the server's optimizer; () where there is none
+    round: Array  #: [] int32, rounds done: the next one's number
     extra: Any = ()  #: whatever a method built on FedAvg must remember
 
 
 class Message(NamedTuple):
-    delta: Tree  #: change of the trained parameters
+    """What a client sends."""
+
+    delta: Tree  #: change of the trained parameters, by their top-level names
     stats: Tree  #: running statistics at the end
 
 
 def trained_model(server: Server, message: Any) -> Variables:
     """The model with which a client ended its local work.
 
-    Messages of methods built on this one may hold more, and this one's in a field called `base`.
+    Args:
+      server: from which it began: a `Server`, or another state with its `variables`.
+      message: what it sent: a `Message`, or another that holds one in a field called `base`, however deep.
+
+    Returns:
+      The server's variables with the parameters that the client moved and its running statistics.
 
     Raises:
       ValueError: for a method whose clients send no model.
@@ -67,14 +76,14 @@ def trained_model(server: Server, message: Any) -> Variables:
 
 
 def moved_parts(value: Tree) -> set[str]:
-    """Names of the top-level parameters that an aggregate of messages moves, whatever is around FedAvg's."""
+    """Names of the top-level parameters that `Aggregate.value` moves, whatever holds FedAvg's in an entry 'base'."""
     while 'delta' not in value:
         value = value['base']
     return set(value['delta'])
 
 
 def plain_server(server: Server) -> Server:
-    """The first state of a base, for methods that need all of it to be FedAvg's.
+    """The first state of a base, as it is, for methods that need all of it to be FedAvg's.
 
     Raises:
       ValueError: if the base remembers more.
@@ -88,7 +97,7 @@ def plain_server(server: Server) -> Server:
 
 
 def plain_message(message: Any) -> Message:
-    """The message of a base, for methods that change what of it travels.
+    """The message of a base, as it is, for methods that change what of it travels.
 
     Raises:
       ValueError: if it holds more than FedAvg's, which would no longer fit.
@@ -124,15 +133,31 @@ def algorithm(
       aggregate_stats: how BatchNorm statistics are joined; or `aggregators.pooled_stats()`.
       parts: names of the top-level parameters to train, such as `('body',)`; all by default. The others neither move
         nor travel, and a body among them runs in evaluation mode.
-      penalty: a term added to the local loss.
+      penalty: a term added to the local loss, see `Penalty`.
       persist_momentum: whether a client's optimizer state outlives the round (as in the released code of FedETF). It
         becomes client state.
 
     Returns:
-      An `Algorithm` whose server state is a `Server`.
+      An `Algorithm` whose server state is a `Server` and whose clients send a `Message`. Client state is `()`, or with
+      `persist_momentum` the state of the client's optimizer. All predictions are those of the generic model.
 
     Raises:
-      ValueError: for an objective, plan, optimizers or aggregators that are none, or do not join models.
+      ValueError: for an objective, plan, optimizers or aggregators that are none, or do not join models; on `init`, for
+        a name in `parts` that no parameters have.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import heads, local, losses, models, objective, simulate, testing
+      >>> from fedjax_nc.algorithms import fedavg
+      >>> clients = testing.clients()
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> algorithm = fedavg.algorithm(task, local.sgd(0.1), plan=local.Plan(batch_size=16, epochs=1))
+      >>> state = simulate.init(algorithm, jax.random.key(0), clients)
+      >>> algorithm.predict(state.server, None, clients.x[:3]).shape  # the generic model's logits
+      (3, 5)
+      >>> _, message, info = algorithm.client(jax.random.key(1), state.server, (), clients.shard(0))
+      >>> message.delta['head']['w'].shape, int(info.examples) == int(clients.size[0])
+      ((16, 5), True)
     """
     checks.kind('objective', objective, Objective)
     checks.optimizer('client_opt', client_opt)

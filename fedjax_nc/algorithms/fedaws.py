@@ -52,8 +52,12 @@ def algorithm(
       base: the algorithm that trains it: a factory that takes an objective and an optimizer, on FedAvg's server state.
       **kwargs: as for `base`.
 
+    Returns:
+      An `Algorithm` with the states and messages of `base`.
+
     Raises:
-      ValueError: if `steps` is negative or `nearest` below 1; on `init`, for a head that holds no class vectors.
+      ValueError: if `margin` or `steps` is negative or `nearest` below 1; on `init`, for a head that holds no class
+        vectors.
     """
     checks.number('margin', margin)
     checks.whole('steps', steps, 0)
@@ -98,7 +102,19 @@ def _repulsion(w: Array, margin: Array | float, nearest: int | None = None) -> A
 def spread(
     w: Array, margin: Array | float, steps: int, opt: optax.GradientTransformation, nearest: int | None = None
 ) -> Array:
-    """Class vectors `w [D, C]` after gradient steps against their `repulsion`."""
+    """Class vectors after gradient steps against their repulsion, the sum that the server minimises (see above).
+
+    Args:
+      w: class vectors [D, C] float32.
+      margin: distance up to which classes repel each other; distances are in [0, 1].
+      steps: their number.
+      opt: an optax optimizer, which starts anew.
+      nearest: how many classes repel each one, only its nearest; all by default.
+
+    Returns:
+      [D, C] float32, whose lengths may differ too. Where no two are closer than the margin it is `w`, unless `opt`
+      decays weights.
+    """
 
     def step(_: Array, carry: Tree) -> Tree:
         w, state = carry

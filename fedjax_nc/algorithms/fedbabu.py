@@ -34,6 +34,12 @@ def algorithm(
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective, an optimizer and `parts`.
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
+
+    Returns:
+      An `Algorithm` with the states and messages of `base`; clients without state predict with the server's model.
+
+    Raises:
+      ValueError: as `base` does.
     """
     return base(objective, client_opt, plan=plan, parts=('body',), **{**fedavg.UNWEIGHTED, **kwargs})
 
@@ -54,12 +60,21 @@ def personalize(
       client_opt: that of training, whose rate goes on falling; its momentum starts anew.
       plan: batch size and epochs.
       parts: what is tuned; all by default, `('head',)` for the paper's FedBABU (Head).
+
+    Returns:
+      An `Algorithm` as of `finetune.algorithm`. The client state is the client's model, nothing is sent.
+
+    Raises:
+      ValueError: for an objective, optimizer or plan that is none.
     """
     return finetune.algorithm(objective, client_opt, plan=plan, parts=parts)
 
 
 def from_latest(trained: State) -> State:
     """The state with which `personalize` begins in the released code of FedNH: every client's own latest body.
+
+    Returns:
+      The server of `trained`, and the clients' models as their states. Arrays are copies.
 
     Raises:
       ValueError: if training did not keep those: it must have been `latest.keep(fedbabu.algorithm(...))`.

@@ -20,13 +20,17 @@ from fedjax_nc.local import ClientOptimizer
 
 
 class Norms(NamedTuple):
+    """The BatchNorm layers of one model."""
+
     affine: dict[str, Array]  #: scales and shifts by their path in `params`
-    stats: Tree
+    stats: Tree  #: running statistics, those of `Variables`
 
 
 class Client(NamedTuple):
+    """What a client keeps."""
+
     own: Tree  #: what the client keeps under the base algorithm
-    norms: Norms
+    norms: Norms  #: its BatchNorm layers; the server's first ones before it has taken part
 
 
 def algorithm(
@@ -48,6 +52,10 @@ def algorithm(
       client_opt: from the round's number to a client's optimizer.
       base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
       **kwargs: as for `base`.
+
+    Returns:
+      An `Algorithm` with the server state of `base`, whose client state is a `Client` and whose clients send a
+      `fedavg.Message`.
 
     Raises:
       ValueError: when clients are made, if the model has no BatchNorm layer; in the first round, if the base sends more
@@ -75,7 +83,7 @@ def algorithm(
 
 
 def norms(v: Variables) -> Norms:
-    """The BatchNorm layers of a model.
+    """The BatchNorm layers of a model: scales and shifts, and all running statistics.
 
     Raises:
       ValueError: if it has none.

@@ -25,6 +25,8 @@ from fedjax_nc.local import ClientOptimizer, clipping
 
 
 class Dual(NamedTuple):
+    """What the server remembers, in the field `extra` of its state."""
+
     lam: Tree  #: like the trained parameters: the mean of all clients' `lam_k`
     clients: Array  #: [] float32, clients of the population that hold examples
     examples: Array  #: [] float32, examples of the population
@@ -54,6 +56,10 @@ def algorithm(
         The objective is then `sum_k p_k F_k`; without, that of the paper, clients count alike.
       clip: norm to which a gradient is scaled down before the anchor is added.
       **kwargs: as for `fedavg.algorithm`, without `aggregate` and `persist_momentum`.
+
+    Returns:
+      An `Algorithm` whose server state is a `fedavg.Server` with a `Dual` for `extra`, whose client state is like the
+      trained parameters, and whose clients send a `fedavg.Message`.
 
     Raises:
       ValueError: for an `alpha` or `clip` that is not positive, or an aggregator other than `aggregators.uniform`.
@@ -105,7 +111,8 @@ def _anchored(anchor: Tree, alpha: Array | float) -> optax.GradientTransformatio
 def averaged(server: fedavg.Server) -> fedavg.Server:
     """The server with the mean of the last cohort's models, which lacks the correction of the model that it had.
 
-    It is for evaluation: training goes on from the corrected model. It holds for the default server optimizer.
+    It is for evaluation: training goes on from the corrected model. It holds for the default server optimizer. What it
+    takes and returns is the server state of `algorithm`; only the trained parameters differ.
     """
     v, lam = server.variables, server.extra.lam
     mean = tree.sub({name: v.params[name] for name in lam}, lam)

@@ -47,8 +47,25 @@ def algorithm(
       base: the algorithm that trains it: FedAvg, or another factory that takes an objective and an optimizer.
       **kwargs: as for `base`.
 
+    Returns:
+      An `Algorithm` with the states and messages of `base`. In `variables`, `params['head']` has `proj` (`w [D, d]`,
+      `b [d]`) and the temperature `scale []`, and `fixed['v']` is the ETF [d, C]. `predict` is the generic model's.
+
     Raises:
-      ValueError: for another `absent`, or a negative `gamma`; on `init`, if `dim` is below C-1.
+      ValueError: for another `absent`, a negative `gamma`, or a `scale` that is not positive; on `init`, if `dim` is
+        below C-1.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import local, models, simulate, testing
+      >>> from fedjax_nc.algorithms import fedetf
+      >>> clients = testing.clients()  # of 5 classes
+      >>> algorithm = fedetf.algorithm(models.from_flax(models.MLP((16,))), local.sgd(0.1), dim=8)
+      >>> server = simulate.init(algorithm, jax.random.key(0), clients).server
+      >>> sorted(server.variables.params['head']), server.variables.fixed['v'].shape
+      (['proj', 'scale'], (8, 5))
+      >>> algorithm.predict(server, None, clients.x[:3]).shape
+      (3, 5)
     """
     if absent not in ('floor', 'mask'):
         raise ValueError(f"absent must be 'floor' or 'mask', not {absent!r}")
@@ -72,8 +89,11 @@ def adapt_features(
       plan: batch size and epochs.
       released: as the authors' released code does it: the projection is tuned too, with the balanced loss.
 
+    Returns:
+      A stage as of `finetune.stage`. The client state is the client's model, nothing is sent.
+
     Raises:
-      ValueError: for a model, optimizer or plan that is none.
+      ValueError: for a model, optimizer or plan that is none; when joined, for a head that was not trained by FedETF.
     """
     checks.optimizer('client_opt', client_opt)
     checked('plan', plan)
@@ -113,8 +133,13 @@ def alternate(
       proj_opt: optimizer of the projection.
       tune_scale: whether the temperature moves with either, as in the paper; the released code holds it.
 
+    Returns:
+      A stage as of `finetune.stage`. The client state is the client's model, with its frame in `fixed['v']`, and
+      nothing is sent. The loss that is reported is that of the last turn.
+
     Raises:
-      ValueError: if there is no cycle, or for a plan or an optimizer that is none.
+      ValueError: if there is no cycle, or for a model, plan or optimizer that is none; when joined, for a head that was
+        not trained by FedETF.
     """
     checks.whole('cycles', cycles, advice='use adapt_features alone for the first stage')
     checked('turn', turn)
@@ -157,7 +182,18 @@ def personalize(
 ) -> Algorithm:
     """Both stages of personalisation in one round: `adapt_features`, then `alternate(**kwargs)`.
 
-    With `released`, the second stage holds the temperature unless `tune_scale=True` is given.
+    Args:
+      model: feature extractor.
+      client_opt: optimizer of the first stage.
+      plan: batch size and epochs of the first stage.
+      released: as for `adapt_features`. The second stage then holds the temperature, unless `tune_scale=True` is given.
+      **kwargs: as for `alternate`.
+
+    Returns:
+      A stage as of `finetune.stage`. The client state is the client's model, nothing is sent.
+
+    Raises:
+      ValueError: as both stages do.
     """
     first = adapt_features(model, client_opt, plan=plan, released=released)
     second = alternate(model, **{'tune_scale': not released, **kwargs})

@@ -36,8 +36,10 @@ from fedjax_nc.objective import objective
 
 
 class Message(NamedTuple):
-    base: Any
-    means: ClassRows
+    """What a client sends."""
+
+    base: Any  #: what it sends under the base algorithm
+    means: ClassRows  #: mean features [C, D] and weights [C], float32: counts, or 1 if held; all 0 before `collect`
 
 
 def algorithm(
@@ -79,6 +81,10 @@ def algorithm(
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
+
+    Returns:
+      An `Algorithm` with the states of `base`, whose clients send a `Message`. `variables.fixed` has the head's own in
+      'head' and a `memory.Memory` in 'memory'.
 
     Raises:
       ValueError: for an unknown option, a number out of range, or 'selected' with 'sample', which the paper does not

@@ -26,17 +26,19 @@ from fedjax_nc.objective import masked_mean, objective, on_features
 
 
 class Client(NamedTuple):
+    """What a client keeps in training."""
+
     own: Tree  #: what the client keeps under the base algorithm
-    head: Tree  #: phi_k = {'w' [D, C]}
+    head: Tree  #: phi_k, `{'w' [D, C]}`, and 'b' [C] with `aux_bias`
     seen: Array  #: [] bool, whether it was ever trained
 
 
 class Personal(NamedTuple):
     """A client of `realign`."""
 
-    head: Tree  #: phi_k
+    head: Tree  #: phi_k, as in `Client`
     seen: Array  #: [] bool, whether federated training ever trained it
-    realigned: Tree  #: phi'_k
+    realigned: Tree  #: phi'_k, alike
     allowed: Array  #: [C] bool, classes of its training data
 
 
@@ -67,6 +69,10 @@ def algorithm(
       plan: batch size and local epochs.
       base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
       **kwargs: as for `base`.
+
+    Returns:
+      An `Algorithm` with the server state of `base`, whose client state is a `Client` and whose clients send a
+      `fedavg.Message`.
 
     Raises:
       ValueError: for `parts`; when clients are made, if the base remembers more than FedAvg; in the first round, if it
@@ -129,17 +135,33 @@ def _biased(head: Head) -> Head:
 
 
 def global_realign(aux: Tree, scale: Array | float = 1.0, keep_bias: bool = False) -> Tree:
-    """The head of the generic model (Equation 6): `psi'_c = scale psi_c / |psi_c|`, `{'w' [D, C]}`.
+    """The head of the generic model (Equation 6): `psi'_c = scale psi_c / |psi_c|`.
 
     The paper has neither bias nor scale. The released code keeps the bias of psi, whose weight is then set by
     `scale=1.7`; without a bias the scale changes no prediction.
+
+    Args:
+      aux: psi, `{'w' [D, C]}`, and 'b' [C] if it has a bias.
+      scale: length of every class vector.
+      keep_bias: whether the bias of psi stays.
+
+    Returns:
+      `{'w' [D, C]}`, and 'b' [C] if it is kept.
     """
     w = scale * frames.normalize(aux['w'].T).T
     return {**aux, 'w': w} if keep_bias else {'w': w}
 
 
 def local_realign(aux: Tree, private: Tree) -> Tree:
-    """The head of a personal model (Equation 7): `phi'_c = |phi_c| psi_c` with psi as it was trained, and its bias."""
+    """The head of a personal model (Equation 7): `phi'_c = |phi_c| psi_c` with psi as it was trained, and its bias.
+
+    Args:
+      aux: psi, `{'w' [D, C]}`, and 'b' [C] if it has a bias.
+      private: phi_k, alike; of it only the lengths of class vectors enter.
+
+    Returns:
+      `{'w' [D, C]}`, and the 'b' of psi if it has one.
+    """
     return {**aux, 'w': aux['w'] * jnp.sqrt(jnp.sum(jnp.square(private['w']), axis=0))}
 
 
@@ -174,8 +196,12 @@ def realign(
       scale: of `global_realign`; 1.7 in the released code.
       keep_bias: of `global_realign`; True in the released code.
 
+    Returns:
+      An `Algorithm` on the server state of training, whose client state is a `Personal` and whose clients send nothing.
+
     Raises:
-      ValueError: for an unknown option, a negative number of epochs, or a state that is not `stage_state`'s.
+      ValueError: for an unknown option, a negative number of epochs, a `scale` that is not positive, or a model,
+        optimizer or plan that is none; in `simulate.init` and `simulate.join`, as only `stage_state` makes its state.
     """
     if mode not in ('paper', 'released'):
         raise ValueError(f"mode must be 'paper' or 'released', not {mode!r}")
@@ -228,6 +254,9 @@ def realign(
 
 def stage_state(trained: State) -> State:
     """The state with which `realign` takes over from training: `realign(...)` can be run on it, not joined.
+
+    Returns:
+      The server of `trained`, and a `Personal` of every client, whose phi'_k is still phi_k. Arrays are copies.
 
     Raises:
       ValueError: if the state is not one of `fedloge.algorithm`.

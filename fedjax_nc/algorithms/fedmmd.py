@@ -37,8 +37,11 @@ def algorithm(
       preprocess: as for `moon.algorithm`, for models that augment.
       **kwargs: as for `fedavg.algorithm`.
 
+    Returns:
+      An `Algorithm` with the states and messages of `fedavg.algorithm`.
+
     Raises:
-      ValueError: for a negative `lam`.
+      ValueError: for a negative `lam`, or as `fedavg.algorithm` does.
     """
     checks.number('lam', lam)
 
@@ -50,7 +53,7 @@ def algorithm(
 
 
 def mmd(a: Array, b: Array, mask: Array) -> Array:
-    """Squared maximum mean discrepancy between the rows of `a [B, D]` and `b [B, D]` where `mask [B]` holds.
+    """Squared maximum mean discrepancy of the rows of `a [B, D]` and `b [B, D]` where `mask [B]` holds: [] float32.
 
     `mean k(a, a) + mean k(b, b) - 2 mean k(a, b)` over all pairs, those of a row with itself included, with the kernel
     `k(u, v) = sum_{i=-2..2} exp(-|u - v|^2 / (2^i s))`. The bandwidth s is the mean of `|u - v|^2` over the pairs of
@@ -58,7 +61,7 @@ def mmd(a: Array, b: Array, mask: Array) -> Array:
 
     Rows of the same example are among these pairs and nearly coincide, which shrinks s by 1 / (2B - 1): by 33 % for two
     rows, by 0.4 % for 128. That is the published formula, and stays. But where the rows within each set coincide, s is
-    a multiple of the discrepancy, and the force grows without bound as that falls. So s is at least `FLOOR` times the
+    a multiple of the discrepancy, and the force grows without bound as that falls. So s is at least 1e-4 times the
     mean of `|u|^2`, which batches seldom are below. For rows of length 1 and gaps of 1e-2, 1e-3 and 1e-4, the gradient
     by a common shift of `a` is 484, 302 and 31 long, and never above 832; without the floor 412, 4,116 and 41,160. Of a
     single row s would always be the discrepancy: there the result is 0.

@@ -27,8 +27,10 @@ from fedjax_nc.objective import objective
 
 
 class Message(NamedTuple):
-    base: Any
-    prototypes: ClassRows
+    """What a client sends."""
+
+    base: Any  #: what it sends under the base algorithm
+    prototypes: ClassRows  #: class means u_kc [C, D] and what they count [C], float32
 
 
 def algorithm(
@@ -75,8 +77,12 @@ def algorithm(
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
 
+    Returns:
+      An `Algorithm` with the states of `base`, whose clients send a `Message`. The prototypes W [C, D] are
+      `variables.fixed['w']`.
+
     Raises:
-      ValueError: for another `weigh`, or a `rho` outside [0, 1].
+      ValueError: for another `weigh`, a `rho` outside [0, 1], or a `scale` that is not positive.
     """
     if weigh not in ('counts', 'holders', 'agreement'):
         raise ValueError(f"weigh must be 'counts', 'holders' or 'agreement', not {weigh!r}")
@@ -114,9 +120,16 @@ def algorithm(
 
 
 def follow(prototypes: Array, mean: ClassRows, rho: Array | float, unit_means: bool = True) -> Array:
-    """Prototypes `[C, D]` moved towards class means by the share `1 - rho`, as unit rows.
+    """Prototypes moved towards class means by the share `1 - rho`, as unit rows.
 
-    Rows of classes whose mean has no weight are kept bit for bit.
+    Args:
+      prototypes: W [C, D] float32.
+      mean: a_c [C, D] and weights [C] over all clients, as `aggregators.class_mean` makes them.
+      rho: inertia, in [0, 1].
+      unit_means: whether the means are normalised first.
+
+    Returns:
+      [C, D] float32. Rows of classes whose mean has no weight are kept bit for bit.
     """
     target = normalize(mean.rows) if unit_means else mean.rows
     moved = normalize(rho * prototypes + (1 - rho) * target)

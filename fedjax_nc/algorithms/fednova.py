@@ -25,9 +25,11 @@ from fedjax_nc.local import ClientOptimizer
 
 
 class Message(NamedTuple):
-    base: fedavg.Message
-    reach: Array  #: [] float32, `eta |a_k|`: how far a constant unit gradient moves a parameter
-    free: Array  #: [] float32, eta t_k: how far it would without anchor
+    """What a client sends."""
+
+    base: fedavg.Message  #: change of the model, not normalised yet
+    reach: Array  #: [] float32, `eta |a_k|`, how far a constant unit gradient moves a parameter
+    free: Array  #: [] float32, eta t_k, how far it would without anchor
 
 
 def algorithm(
@@ -40,11 +42,11 @@ def algorithm(
 ) -> Algorithm:
     """Federated averaging of normalised changes.
 
-    `eta |a_k|` is measured with the client's own optimizer, see `reach`, so that it holds for any rate, momentum and
-    anchor, also together. The step has the effective length of training without anchor; with momentum and anchor
-    together, which the paper does not treat, the released code counts plain steps instead. BatchNorm statistics are
-    averaged as they are. A gradient that is clipped together with the anchor, by the clip of `local.sgd`, does not move
-    as that measure says, and neither does one with another `penalty`.
+    `eta |a_k|` is measured, by steps of the client's own optimizer along a constant gradient, so that it holds for any
+    rate, momentum and anchor, also together. The step has the effective length of training without anchor; with
+    momentum and anchor together, which the paper does not treat, the released code counts plain steps instead.
+    BatchNorm statistics are averaged as they are. A gradient that is clipped together with the anchor, by the clip of
+    `local.sgd`, does not move as that measure says, and neither does one with another `penalty`.
 
     Args:
       objective: model, head and loss.
@@ -54,8 +56,12 @@ def algorithm(
       **kwargs: as for `fedavg.algorithm`, without `persist_momentum`, and without `penalty` beside `mu`; the paper's
         server momentum is `server_opt=optax.sgd(1.0, momentum)`.
 
+    Returns:
+      An `Algorithm` with the states of `fedavg.algorithm`, whose clients send a `Message`.
+
     Raises:
-      ValueError: for a negative `mu`.
+      ValueError: for a negative `mu`, or as `fedavg.algorithm` does; in the first round, for an optimizer that treats
+        parts of a model differently.
     """
     kwargs = {'aggregate': aggregate, **kwargs}
     if mu is None:

@@ -17,8 +17,10 @@ from fedjax_nc.local import ClientOptimizer, Plan
 
 
 class Client(NamedTuple):
+    """What a client keeps."""
+
     own: Tree  #: what the client keeps under the base algorithm
-    head: Tree  #: W_k
+    head: Tree  #: W_k, like `params['head']`
 
 
 def algorithm(
@@ -41,6 +43,10 @@ def algorithm(
       base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
       **kwargs: as for `base`, but `parts`; clients are averaged without weights unless `aggregate` says otherwise.
 
+    Returns:
+      An `Algorithm` with the server state of `base`, whose client state is a `Client` and whose clients send a
+      `fedavg.Message` of the body.
+
     Raises:
       ValueError: when a state is made, if the head has no parameters, or the base remembers more than FedAvg; in the
         first round, if it sends more.
@@ -62,13 +68,24 @@ def algorithm(
 
 
 def holding(server: fedavg.Server, head: Tree) -> fedavg.Server:
-    """The server as a client with that head sees it."""
+    """The server as a client with that `head` sees it: `server` with another `params['head']`."""
     v = server.variables
     return server._replace(variables=v._replace(params={**v.params, 'head': head}))
 
 
 def private_heads(inner: Algorithm) -> Algorithm:
-    """The first states and the predictions of clients that own their heads; their work is still to be replaced."""
+    """The first states and the predictions of clients that own their heads; their work is still to be replaced.
+
+    Args:
+      inner: an algorithm whose server state is a `fedavg.Server`.
+
+    Returns:
+      `inner` with `Client` as client state and personal predictions by it. Its `client` is `inner`'s, which does not
+      take that state.
+
+    Raises:
+      ValueError: when clients are made, if the head has no parameters.
+    """
 
     def init_client(key: Array, server: fedavg.Server) -> Client:
         head = server.variables.params['head']

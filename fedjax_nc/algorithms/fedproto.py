@@ -26,7 +26,9 @@ from fedjax_nc.objective import predict as logits
 
 
 class Prototypes(NamedTuple):
-    rows: Array  #: [C, D]
+    """What the server remembers, in the field `extra` of its state."""
+
+    rows: Array  #: [C, D] float32, P; 0 before any client has sent one
     valid: Array  #: [C] bool, whether any client has sent this one yet
 
 
@@ -52,8 +54,14 @@ def algorithm(
         'counts', its number of examples, as in the paper.
       plan: batch size and local epochs.
 
+    Returns:
+      An `Algorithm` whose server state is a `fedavg.Server` with `Prototypes` for `extra`, whose client state is the
+      client's model, and whose clients send `ClassRows`. Its logits are `-|h - P_c|^2`, `losses.ABSENT` for prototypes
+      that are not valid.
+
     Raises:
-      ValueError: for another `weigh`, or a negative `lam`.
+      ValueError: for another `weigh`, a negative `lam`, or an objective, optimizer or plan that is none; in a
+        prediction, if it is asked for the generic model.
     """
     checks.number('lam', lam)
     if weigh not in ('holders', 'counts'):
@@ -95,7 +103,17 @@ def algorithm(
 
 
 def head_predict(objective: Objective) -> Callable[[fedavg.Server, Variables | None, Array], Array]:
-    """What the clients' own heads predict: evaluate `algorithm._replace(predict=head_predict(objective))`."""
+    """What the clients' own heads predict: evaluate `algorithm._replace(predict=head_predict(objective))`.
+
+    Args:
+      objective: that of training.
+
+    Returns:
+      `predict(server, client, x [B, ...])`, logits [B, C] float32 by the client's model.
+
+    Raises:
+      ValueError: for an objective that is none; in a prediction, if it is asked for the generic model.
+    """
     checks.kind('objective', objective, Objective)
 
     def predict(server: fedavg.Server, mine: Variables | None, x: Array) -> Array:

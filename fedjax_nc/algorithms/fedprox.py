@@ -22,8 +22,11 @@ def algorithm(objective: Objective, client_opt: ClientOptimizer, *, mu: Array | 
       mu: strength of the anchor; 0 is FedAvg. It is part of the loss: the clip of `local.sgd` limits both together.
       **kwargs: as for `fedavg.algorithm`.
 
+    Returns:
+      An `Algorithm` with the states and messages of `fedavg.algorithm`.
+
     Raises:
-      ValueError: for a negative `mu`.
+      ValueError: for a negative `mu`, or as `fedavg.algorithm` does.
     """
     return fedavg.algorithm(objective, client_opt, penalty=proximal(mu), **kwargs)
 
@@ -33,8 +36,15 @@ def proximal(mu: Array | float, parts: Sequence[str] | None = None) -> fedavg.Pe
 
     With `parts=('head',)` it is the clsprox of CCVR's comparison (Luo et al., NeurIPS 2021).
 
+    Args:
+      mu: strength of the anchor.
+      parts: names of the top-level parameters that it holds; all by default.
+
+    Returns:
+      A penalty [] float32 for `fedavg.algorithm(penalty=...)`.
+
     Raises:
-      ValueError: for a negative `mu`.
+      ValueError: for a negative `mu`; in the first round, for a name in `parts` that no parameters have.
     """
     checks.number('mu', mu)
 

@@ -44,6 +44,9 @@ def algorithm(
       base: the algorithm that trains the body: FedAvg, or another factory whose messages are FedAvg's.
       **kwargs: as for `base`, but `parts`; clients are averaged without weights unless `aggregate` says otherwise.
 
+    Returns:
+      An `Algorithm` with the server state and messages of `base`, whose client state is a `fedper.Client`.
+
     Raises:
       ValueError: for `head_epochs` below 1, or a `head_opt` that is none; when clients are made, if the head has no
         parameters.

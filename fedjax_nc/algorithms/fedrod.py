@@ -27,16 +27,18 @@ from fedjax_nc.objective import masked_mean, objective, on_features
 
 
 class Client(NamedTuple):
+    """What a client keeps."""
+
     own: Tree  #: what the client keeps under the base algorithm
-    head: Tree  #: P_k; () where a network makes it
-    share: Array  #: [C] pi_k; uniform before the first participation
+    head: Tree  #: P_k, as `Personal.init` makes it; () where a network makes it
+    share: Array  #: [C] float32, pi_k; uniform before the first participation
 
 
 class Personal(NamedTuple):
     """A form of the personal head."""
 
     init: Callable[[Array, Tree, int, int], Tree]  #: (key, generic head, D, C) -> params
-    logits: Callable[[Tree, Array, Array], Array]  #: (params, pi_k [C], h [B, D]) -> [B, C]
+    logits: Callable[[Tree, Array, Array], Array]  #: (params, pi_k [C], h [B, D]) -> [B, C] float32
     classes: Callable[[Tree], int]  #: params -> C
     private: bool  #: whether params stay with the client, or are averaged
 
@@ -47,6 +49,9 @@ def linear(start: str = 'generic') -> Personal:
     Args:
       start: 'generic', a copy of the first generic head, as in the released code; 'zeros', so that personal logits
         start at the generic ones, for any generic head.
+
+    Returns:
+      A form whose parameters are `{'w' [D, C]}`.
 
     Raises:
       ValueError: for another start; when used, if the generic head has no class vectors to copy.
@@ -65,7 +70,11 @@ def linear(start: str = 'generic') -> Personal:
 
 
 def hyper() -> Personal:
-    """A network shared by all, `pi_k -> dense(C, D) -> ReLU -> dense(D, D C) -> P_k [D, C]`."""
+    """A network shared by all, `pi_k -> dense(C, D) -> ReLU -> dense(D, D C) -> P_k [D, C]`.
+
+    Returns:
+      A form whose parameters are the two layers, 'in' and 'out', each with 'w' and 'b'.
+    """
 
     def init(key: Array, generic: Tree, dim: int, classes: int) -> Tree:
         first, second = jax.random.split(key)
@@ -110,6 +119,10 @@ def algorithm(
       plan: batch size and local epochs.
       base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
       **kwargs: as for `base`, but `parts`; clients are averaged without weights unless `aggregate` says otherwise.
+
+    Returns:
+      An `Algorithm` with the server state of `base`, whose client state is a `Client` and whose clients send a
+      `fedavg.Message`.
 
     Raises:
       ValueError: for another `absent`; on `init`, if the personal head cannot start as it should, or the base remembers

@@ -40,6 +40,9 @@ def algorithm(
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
       **kwargs: as for `base`.
 
+    Returns:
+      An `Algorithm` with the states and messages of `base`.
+
     Raises:
       ValueError: if `alpha` is outside [0, 1].
     """

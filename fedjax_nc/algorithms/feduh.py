@@ -41,6 +41,13 @@ def algorithm(
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
       **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
+
+    Returns:
+      An `Algorithm` with the states and messages of `base`. The prototypes W [C, D] are
+      `variables.fixed['w']`.
+
+    Raises:
+      ValueError: for a `scale` that is not positive, or as `base` does.
     """
     head = heads.prototypes(scale, learn_scale, init)
     return base(objective(model, head, losses.cross_entropy), client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})

@@ -37,8 +37,12 @@ def algorithm(
       parts: names of the top-level parameters to train; all by default. Without 'body', that runs in evaluation mode.
       penalty: a term added to the local loss, as in `fedavg.algorithm`; it sees the client's first model as its state.
 
+    Returns:
+      An `Algorithm` as of `stage`. The client state is the client's model, nothing is sent.
+
     Raises:
-      ValueError: for an objective, optimizer or plan that is none.
+      ValueError: for an objective, optimizer or plan that is none; in the first round, for a name in `parts` that no
+        parameters have.
     """
     checks.optimizer('client_opt', client_opt)
     checked('plan', plan)
@@ -69,7 +73,24 @@ def fit(
     shard: Shard,
     plan: Plan,
 ) -> tuple[Variables, Info]:
-    """Trains a part of one client's model: `put(trained)` is the whole model with that part in its place."""
+    """Trains a part of one client's model.
+
+    Args:
+      key: the client's key for this work.
+      objective: whose loss is minimised.
+      mine: the client's model, of which the running statistics are used here.
+      trained: the part, any tree.
+      put: from such a part to the whole model with it in its place.
+      opt: an optax optimizer, which starts anew.
+      shard: the client's data.
+      plan: batch size and epochs.
+
+    Returns:
+      The model with the part and the running statistics as they are at the end, and the `Info` of the work.
+
+    Raises:
+      ValueError: for a plan that is none.
+    """
 
     def loss(part: Tree, stats: Tree, batch: Batch) -> tuple[Array, Tree]:
         v = put(part)._replace(stats=stats)
@@ -82,6 +103,13 @@ def fit(
 
 def stage(objective: Objective, tune: Tune) -> Algorithm:
     """A stage in which clients tune their own Variables, send nothing, and the server stands still.
+
+    Args:
+      objective: which predicts.
+      tune: the work of one client, see `Tune`.
+
+    Returns:
+      An `Algorithm` on any server state with a field `variables`, from which clients start; their state is their model.
 
     Raises:
       ValueError: for an objective that is none.

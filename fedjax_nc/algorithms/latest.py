@@ -14,6 +14,8 @@ from fedjax_nc.base import Algorithm, Array, Info, Shard, Tree, Variables
 
 
 class Latest(NamedTuple):
+    """What a client keeps."""
+
     own: Tree  #: what the client keeps under the algorithm itself
     variables: Variables  #: the model at the end of its last local work
     round: Array  #: [] int32, the round of that work, from 0; -1 before the first
@@ -27,6 +29,9 @@ def keep(algorithm: Algorithm) -> Algorithm:
 
     Args:
       algorithm: one whose server state and messages are FedAvg's, or hold FedAvg's.
+
+    Returns:
+      The algorithm, whose client state is a `Latest`.
 
     Raises:
       ValueError: for what is no algorithm; in the first round, for one whose clients send no model.

@@ -24,10 +24,12 @@ from fedjax_nc.local import ClientOptimizer
 from fedjax_nc.objective import masked_mean
 
 Preprocess = Callable[[Array, Array | None], Array]
-"""(images, key) -> what the model sees; key None means evaluation: no augmentation."""
+"""(images [B, ...], key) -> what the model sees [B, ...]; key None means evaluation, without augmentation."""
 
 
 class Client(NamedTuple):
+    """What a client keeps."""
+
     own: Tree  #: what the client keeps under FedAvg itself
     previous: Variables  #: the model at the end of its last local work, without `fixed`
 
@@ -52,13 +54,16 @@ def algorithm(
       objective: model, head and loss.
       client_opt: published: `local.sgd(0.01, weight_decay=1e-5)`.
       mu: weight of the contrast; published: 5 for CIFAR-10, 1 for CIFAR-100 and Tiny-ImageNet. 0 is FedAvg.
-      temperature: T.
+      temperature: the T that divides cosines.
       preprocess: what else would be given to `models.from_flax`, to be given here where it augments: the three models
         then see the same pixels. An augmentation inside the model is seen by the model in training alone.
       **kwargs: as for `fedavg.algorithm`.
 
+    Returns:
+      An `Algorithm` with the server state and messages of `fedavg.algorithm`, whose client state is a `Client`.
+
     Raises:
-      ValueError: for a negative `mu` or a temperature that is not positive.
+      ValueError: for a negative `mu`, a temperature that is not positive, or as `fedavg.algorithm` does.
     """
     checks.number('mu', mu)
     checks.number('temperature', temperature, open_low=True)
@@ -87,13 +92,28 @@ def algorithm(
 
 
 def contrast(z: Array, z_g: Array, z_p: Array, temperature: Array | float) -> Array:
-    """The contrast `l` of each example (Equation 3): three times `[B, D]` to `[B]`. It is log 2 where z_g = z_p."""
+    """The contrast `l` of each example (Equation 3).
+
+    Args:
+      z: features [B, D] under the model in training.
+      z_g: those under the received model.
+      z_p: those under the client's previous model.
+      temperature: the T that divides cosines.
+
+    Returns:
+      [B] float32, at least 0; log 2 where z_g = z_p.
+    """
     near, far = ((normalize(z) * normalize(u)).sum(axis=-1) for u in (z_g, z_p))
     return jax.nn.softplus((far - near) / temperature)
 
 
 def seen(batch: Batch, preprocess: Preprocess | None) -> Batch:
-    """The batch as models see it, whoever asks: augmentation depends on the batch's key alone."""
+    """The batch as models see it, whoever asks: augmentation depends on the batch's key alone.
+
+    Args:
+      batch: with a key in training, without in evaluation.
+      preprocess: what makes another `x` of it, from half of the key; None leaves the batch as it is.
+    """
     if preprocess is None:
         return batch
     # Half of the key, as `models.from_flax` does it: the other half is for dropout.
@@ -101,7 +121,15 @@ def seen(batch: Batch, preprocess: Preprocess | None) -> Batch:
 
 
 def prepared(task: Objective, preprocess: Preprocess | None) -> Objective:
-    """The same task with preprocessing moved out of the model, so that other models can share its outcome."""
+    """The same task with preprocessing moved out of the model, so that other models can share its outcome.
+
+    Args:
+      task: its model preprocesses nothing.
+      preprocess: what is done to every batch first, in training and prediction; None for nothing.
+
+    Raises:
+      ValueError: for a `task` that is no Objective.
+    """
 
     checks.kind('objective', task, Objective)
 
@@ -112,7 +140,16 @@ def prepared(task: Objective, preprocess: Preprocess | None) -> Objective:
 
 
 def reference(task: Objective, v: Variables, batch: Batch) -> Array:
-    """Features `[B, D]` of a batch under a model that stands still, in evaluation mode."""
+    """Features of a batch under a model that stands still, in evaluation mode.
+
+    Args:
+      task: whose features they are.
+      v: the model; no gradient reaches it.
+      batch: as the model sees it, see `seen`; its key is not used.
+
+    Returns:
+      [B, D] float32.
+    """
     return jax.lax.stop_gradient(task.features(v, batch._replace(key=None))[0])
 
 

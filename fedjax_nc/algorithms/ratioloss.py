@@ -54,6 +54,9 @@ def algorithm(
       base: the algorithm that trains it: a factory that takes an objective and an optimizer, on FedAvg's server state.
       **kwargs: as for `base`.
 
+    Returns:
+      An `Algorithm` with the states and messages of `base`. `variables.fixed` is that of `weighing`.
+
     Raises:
       ValueError: if the server's data are not one client a class; on `init`, if they are of other classes than the
         clients', or for a head that holds no learned class vectors; in the first round, if it is not trained; for a
@@ -106,7 +109,7 @@ def algorithm(
 
 
 def ratios(changes: Array) -> Array:
-    """How much more each class moves its own entries than others do, R [C], of `changes [C, D, C]`.
+    """How much more each class moves its own entries than others do, R [C] float32, of `changes [C, D, C]`.
 
     `changes[c]` is what training on class c does to the class vectors. A class whose entries no other moves gets 10,
     and so does one that has no entries of its own.
@@ -124,7 +127,11 @@ def ratios(changes: Array) -> Array:
 def weighing(task: Objective) -> Objective:
     """The same task with the cross-entropy weighted by class.
 
-    `fixed` becomes `{'head': the task's own, 'weights': [C]}`; the weights are the server's to change.
+    `fixed` becomes `{'head': the task's own, 'weights': [C] float32}`; the weights begin with 1 and are the server's to
+    change. The loss is `losses.weighted_cross_entropy` whatever that of `task`.
+
+    Raises:
+      ValueError: for a `task` that is no Objective.
     """
     checks.kind('task', task, Objective)
 

@@ -30,6 +30,8 @@ from fedjax_nc.local import ClientOptimizer, Plan, clipping, joined
 
 
 class Control(NamedTuple):
+    """What the server remembers, in the field `extra` of its state."""
+
     c: Tree  #: like the trained parameters: the mean of all clients' variates
     total: Array  #: [] float32, clients that hold examples, or examples, in the population
 
@@ -40,12 +42,14 @@ class _Met(NamedTuple):
 
 
 class Message(NamedTuple):
-    base: fedavg.Message
+    """What a client sends."""
+
+    base: fedavg.Message  #: change of its model
     control: Tree  #: change of the client's variate
 
 
 Weigh = Callable[[Array], Array | float]
-"""From the weight met so far to that of the next gradient."""
+"""From the weight [] float32 met so far to that of the next gradient."""
 
 
 def algorithm(
@@ -77,8 +81,12 @@ def algorithm(
       **kwargs: as for `fedavg.algorithm`, without `penalty` and `persist_momentum`; the paper's server rate is
         `server_opt=optax.sgd(eta_g)`.
 
+    Returns:
+      An `Algorithm` whose server state is a `fedavg.Server` with a `Control` for `extra`, whose client state is like
+      the trained parameters, and whose clients send a `Message`.
+
     Raises:
-      ValueError: for another option, or a `clip` that is not positive.
+      ValueError: for another option, a `clip` that is not positive, or as `fedavg.algorithm` does.
     """
     if option not in ('I', 'II'):
         raise ValueError(f"option must be 'I' or 'II', not {option!r}")

@@ -32,12 +32,27 @@ def algorithm(
       client_opt: published: `local.sgd(0.01, weight_decay=1e-5, decay=0.99, clip=10.0)` for CIFAR.
       plan: batch size and epochs of a round.
       **kwargs: as for `finetune.algorithm`.
+
+    Returns:
+      An `Algorithm` whose server state is a `fedavg.Server` that only counts rounds, and whose client state is the
+      client's model; nothing is sent.
+
+    Raises:
+      ValueError: for an objective, optimizer or plan that is none; in a prediction, if it is asked for the generic
+        model.
     """
     return alone(finetune.algorithm(objective, client_opt, plan=plan, **kwargs))
 
 
 def alone(stage: Algorithm) -> Algorithm:
-    """A stage whose rounds are counted, so that rates can fall, and that has no generic model."""
+    """A stage whose rounds are counted, so that rates can fall, and that has no generic model.
+
+    Args:
+      stage: one as of `finetune.stage`.
+
+    Raises:
+      ValueError: in a prediction, if it is asked for the generic model.
+    """
 
     def server(key: Array, server: fedavg.Server, aggregate: Aggregate) -> fedavg.Server:
         return server._replace(round=server.round + 1)
