@@ -73,7 +73,9 @@ def _write_reference() -> None:
     shelf = HERE / 'api'
     for name in re.findall(r'\]\(generated/([\w.]+)\.md\)', (shelf / 'index.md').read_text()):
         module = importlib.import_module(f'fedjax_nc.{name}')
-        options = ':members:\n:undoc-members:\n:exclude-members: name, parent, scope\n'  # flax's own fields
+        options = ':members:\n:undoc-members:\n'
+        if name == 'models':
+            options += ':exclude-members: name, parent, scope\n'  # flax's own fields
         if hasattr(module, '__all__'):
             options += ':imported-members:\n'
         page = shelf / 'generated' / f'{name}.md'

@@ -14,13 +14,13 @@ class Dataset(NamedTuple):
 
     x_train: NDArray[Any]  #: [n, ...]: images are uint8 [n, H, W, ch], rows of tables float32 [n, features]
     y_train: NDArray[np.int32]  #: [n] in [0, num_classes)
-    x_test: NDArray[Any]
-    y_test: NDArray[np.int32]
-    num_classes: int
-    name: str
+    x_test: NDArray[Any]  #: [m, ...], shape and type of an example as in `x_train`
+    y_test: NDArray[np.int32]  #: [m] in [0, num_classes)
+    num_classes: int  #: C, of both sets
+    name: str  #: that of `load_dataset`, or of the file or folder
     classes: tuple[str, ...] | None = None  #: their names, where there are any
     clients_train: NDArray[np.int32] | None = None  #: [n] whose example it is, from 0, where the data say so
-    clients_test: NDArray[np.int32] | None = None  #: None, too, where the test set is nobody's
+    clients_test: NDArray[np.int32] | None = None  #: [m] the same; None, too, where the test set is nobody's
 
 
 class DatasetUnavailableError(RuntimeError):
@@ -32,7 +32,10 @@ def keep(dataset: Dataset, rows: ArrayLike) -> Dataset:
 
     Args:
         dataset: any data set; its test set is left alone.
-        rows: [m] row numbers of its training examples, in the order wanted.
+        rows: [n] row numbers of its training examples, in the order wanted.
+
+    Returns:
+        The data set with `x_train`, `y_train` and `clients_train` of these rows alone, copied.
 
     Raises:
         ValueError: if an argument is not of this kind, or no such rows exist.
@@ -54,6 +57,9 @@ def subset(dataset: Dataset, max_examples: int, seed: int) -> Dataset:
         dataset: any data set; its test set is left alone.
         max_examples: at least 1; the size of the training set or more keeps all.
         seed: a non-negative integer.
+
+    Returns:
+        The data set with at most so many training examples.
 
     Raises:
         ValueError: if an argument is not of this kind, or the training set holds anything but labels for its examples.

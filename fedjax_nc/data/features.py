@@ -31,10 +31,10 @@ def rotate(x: ArrayLike, parts: Parts, degrees: Sequence[float] = (0, 90, 180, 2
     Args:
         x: [P, H, W, ch] or [P, H, W] images of any real type.
         parts: K vectors of rows, no row in two of them.
-        degrees: n angles.
+        degrees: n angles, finite and of any sign.
 
     Returns:
-        A copy of `x`; rows of nobody are as they were.
+        A copy of `x`, of the same shape and type; rows of nobody are as they were.
 
     Raises:
         ValueError: if an argument is not of this kind, or a quarter turn does not fit because H is not W.
@@ -73,7 +73,7 @@ def add_noise(x: ArrayLike, parts: Parts, variance: float, *, seed: int) -> NDAr
     Args:
         x: [P, ...] uint8, which is scaled to [0, 1] first, or floating.
         parts: K vectors of rows, no row in two of them.
-        variance: that of the last client; 0.1 in the paper.
+        variance: that of the last client, not negative; 0.1 in the paper.
         seed: a non-negative integer.
 
     Returns:

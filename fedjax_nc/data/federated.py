@@ -45,7 +45,15 @@ def federate(
 
     Raises:
         ValueError: if lengths disagree, examples are no numbers or not finite or change as jax stores them, labels or
-            rows are out of range or no integers, a client is empty, or one is longer than `width`.
+            rows are out of range or no integers, there is no client, one is empty, or one is longer than `width`.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedjax_nc import data
+        >>> x = np.zeros((6, 8, 8, 1), np.uint8)
+        >>> clients = data.federate(x, [0, 0, 1, 1, 2, 2], [[0, 1, 2, 3], [4, 5]])
+        >>> clients.num_clients, clients.size.tolist(), clients.counts.tolist()
+        (2, [4, 2], [[2, 2, 0], [0, 0, 2]])
     """
     if num_classes is not None:
         _count_classes('`num_classes`', num_classes)
@@ -75,7 +83,7 @@ def split(data: FederatedData, fraction: float, *, seed: int) -> tuple[Federated
     depends on its rows, the seed and k, not on the other clients.
 
     Args:
-        data: K clients.
+        data: K clients, from `federate`, on the device or on the host.
         fraction: share of the test part, between 0 and 1.
         seed: a non-negative integer.
 
@@ -84,6 +92,14 @@ def split(data: FederatedData, fraction: float, *, seed: int) -> tuple[Federated
 
     Raises:
         ValueError: if `fraction` is not strictly between 0 and 1, or another argument is not of this kind.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedjax_nc import data
+        >>> x, y = np.ones((20, 3), np.float32), np.arange(20) % 2
+        >>> train, test = data.split(data.federate(x, y, [range(10), range(10, 20)]), 0.3, seed=0)
+        >>> train.size.tolist(), test.size.tolist()
+        ([7, 7], [3, 3])
     """
     checks.kind('`data`', data, FederatedData)
     fraction = arguments.number('`fraction`', fraction, 0, high=1, open_low=True, open_high=True)
@@ -106,10 +122,13 @@ def common_test(x: ArrayLike, y: ArrayLike, num_clients: int, num_classes: int |
     accuracies without the noise of local test sets: `sum_c (n_kc / n_k) acc_kc` for 'labels'.
 
     Args:
-        x: [P, ...] test examples.
+        x: [P, ...] test examples, as for `federate`.
         y: [P] integers in [0, C).
-        num_clients: K.
+        num_clients: the number of clients, K.
         num_classes: C, by default one more than the largest label.
+
+    Returns:
+        K clients on the test examples as their pool, each with all of its rows: `index` is [K, P] int32.
 
     Raises:
         ValueError: if there is no client, or as for `federate`.
@@ -128,13 +147,13 @@ def matched_tests(counts: ArrayLike, x: ArrayLike, y: ArrayLike, *, total: int =
 
     Args:
         counts: [K, C] label histograms of the training data, N examples in all.
-        x: [P, ...] test examples.
+        x: [P, ...] test examples, as for `federate`.
         y: [P] integers in [0, C).
         total: size of all test sets together, but for rounding.
         seed: a non-negative integer.
 
     Returns:
-        K clients on the test examples as their pool.
+        K clients on the test examples as their pool; some may be empty.
 
     Raises:
         ValueError: if `counts` is no table of counts, `total` < 1, or as for `federate`.
@@ -172,7 +191,7 @@ def class_weights(data: FederatedData, kind: Literal['labels', 'present']) -> Ar
         [K, C] float32; a row of zeros for an empty client.
 
     Raises:
-        ValueError: if `kind` is neither.
+        ValueError: if `kind` is neither, or `data` are no `FederatedData`.
     """
     checks.kind('`data`', data, FederatedData)
     if kind == 'labels':

@@ -31,9 +31,9 @@ def load_femnist(path: str | os.PathLike[str], *, cache: str | os.PathLike[str] 
         cache: as for `load_folder`.
 
     Returns:
-        The data set: x [n, 28, 28, 1] uint8, black on white; one client a writer, in alphabetical order of their names,
-        with the official test examples of each. Where LEAF was run with `-t user`, the test examples are other
-        writers'.
+        The data set: x [n, 28, 28, 1] uint8, black on white, y [n] int32 in [0, 62); one client a writer, in
+        alphabetical order of their names, with the official test examples of each. Where LEAF was run with `-t user`,
+        the test examples are other writers'.
 
     Raises:
         DatasetUnavailableError: if there is no such folder.

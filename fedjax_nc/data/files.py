@@ -23,11 +23,13 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
             unpickled.
 
     Returns:
-        The data set, named after the file; without `classes`, with one class more than the largest label.
+        The data set, named after the file: x as it is there, y and clients int32. Without `classes`, it has one class
+        more than the largest label.
 
     Raises:
         DatasetUnavailableError: if there is no such file.
         ValueError: if it is damaged, or holds other arrays.
+        TypeError: if `path` is no path.
     """
     path = Path(path).expanduser()
     if not path.is_file():

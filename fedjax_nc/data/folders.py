@@ -53,7 +53,8 @@ def load_folder(
             nothing is kept.
 
     Returns:
-        The data set, named after the folder: x [n, H, W, channels] uint8, classes and files in alphabetical order.
+        The data set, named after the folder: x [n, H, W, channels] uint8, y [n] int32, classes and files in
+        alphabetical order.
 
     Raises:
         DatasetUnavailableError: if there is no such folder or file.
@@ -78,6 +79,10 @@ def load_tiny_imagenet(path: str | os.PathLike[str], *, cache: str | os.PathLike
         path: the folder `tiny-imagenet-200`, or `tiny-imagenet-200.zip`, which is not unpacked.
         cache: as for `load_folder`.
 
+    Returns:
+        The data set: uint8 [100000, 64, 64, 3] for training and [10000, 64, 64, 3] for testing, classes in alphabetical
+        order of their ids.
+
     Raises:
         DatasetUnavailableError: if there is no such folder or file.
         ValueError: if it does not hold Tiny-ImageNet, or is damaged.
@@ -93,6 +98,9 @@ def load_cinic10(path: str | os.PathLike[str], *, cache: str | os.PathLike[str] 
     Args:
         path: the folder with `train`, `valid` and `test`, or `CINIC-10.tar.gz`, which is not unpacked.
         cache: as for `load_folder`.
+
+    Returns:
+        The data set: uint8 [90000, 32, 32, 3] for training and as many for testing, classes in alphabetical order.
 
     Raises:
         DatasetUnavailableError: if there is no such folder or file.

@@ -31,7 +31,7 @@ AT_ONCE = 2**28  # bytes of examples that travel together where it does not matt
 
 
 class HostData(FederatedData):
-    """`FederatedData` whose arrays are NumPy's, in main memory or mapped from a file.
+    """`FederatedData` whose arrays are NumPy's, in main memory or mapped from a file: `federate(..., host=True)`.
 
     What does not know it takes it as `FederatedData`: all of it then travels at once.
     """
@@ -47,9 +47,9 @@ def here(data: FederatedData) -> FederatedData:
 class Part:
     """What a round needs of `HostData`: some clients, with a pool of their examples alone."""
 
-    ids: Array  # [M] int32, who they are; K is nobody
-    data: FederatedData  # of those M clients, in that order
-    num_clients: int  # K
+    ids: Array  #: [M] int32, who they are; K is nobody
+    data: FederatedData  #: of those M clients, in that order
+    num_clients: int  #: K, of the whole population
 
 
 def room(data: HostData, clients: int) -> int:
@@ -68,8 +68,15 @@ def part(data: HostData, ids: NDArray[np.integer], mesh: Mesh | None = None) -> 
 
     Args:
         data: all clients.
-        ids: [M] their numbers; K stands for nobody.
-        mesh: from `devices.mesh`.
+        ids: [M] their numbers in [0, K]; K stands for nobody.
+        mesh: from `devices.mesh`; every device of it has the whole part.
+
+    Returns:
+        The M clients in the order of `ids`. Their pool has as many rows as M clients can hold together at most, at
+        most those of the whole pool: an example that several hold is there once, and zeros fill what is left.
+
+    Raises:
+        ValueError: for data that are not on the host.
     """
     _check(data)
     ids = np.asarray(ids)
@@ -108,11 +115,15 @@ def feed(
     Args:
         data: all clients.
         keys: the rounds' keys.
-        cohort: clients a round; all by default.
-        mesh: devices that share the rounds.
+        cohort: clients a round, M; all by default.
+        mesh: devices that share the rounds, from `devices.mesh`.
+
+    Yields:
+        For each key the `Part` of M clients that its round takes.
 
     Raises:
-        ValueError: for data that are not on the host, or a cohort larger than the population.
+        ValueError: when the first part is asked for, for data that are not on the host, or a cohort larger than the
+            population.
     """
     from fedjax_nc import simulate  # which takes parts
 
@@ -141,6 +152,13 @@ def cohorts(data: HostData, most: int = AT_ONCE) -> Iterator[NDArray[np.int32]]:
 
     The last one is filled up with K, nobody. The round of a stage that sends nothing, such as `finetune`, is the same
     as a round of each cohort after the other: `round(key, state, data.part(train, ids))`.
+
+    Args:
+        data: all clients.
+        most: bytes of examples that a cohort may take.
+
+    Yields:
+        [M] int32 numbers of clients, ascending, for `part`.
     """
     each = max(1, int(np.prod(data.x.shape[1:])) * data.x.dtype.itemsize)
     largest = np.sort(np.asarray(data.size, np.int64))[::-1].cumsum() * each

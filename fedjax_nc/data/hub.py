@@ -39,14 +39,18 @@ def load_hub(
         seed: draws what is held out.
 
     Returns:
-        The data set. Images are uint8 [n, H, W, channels], columns of numbers float32; clients in the order of their
+        The data set, named after the directory, or 'hub'. Images are uint8 [n, H, W, channels], arrays [n, ...]
+        float32 or of integers as they are, columns of numbers float32 [n, features]; clients in the order of their
         ids.
 
     Raises:
         DatasetUnavailableError: if there is no such directory.
-        ValueError: if a split or a column is missing or holds something else.
+        ValueError: if an argument is not of its kind, a split or a column is missing or holds something else, images
+            are not alike, or one, or the directory, is damaged.
         ImportError: without `datasets`.
     """
+    if channels not in (1, 3):
+        raise ValueError(f'`channels` must be 3 or 1, not {checks.shown(channels)}.')
     try:
         import datasets
     except ImportError as error:

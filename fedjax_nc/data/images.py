@@ -18,14 +18,24 @@ from fedjax_nc.base import Array
 Channels = float | Sequence[float]
 """One number for all channels, or one for each."""
 
-# (mean, std) of pixels scaled to [0, 1], as the papers give them: `pipeline(*CIFAR10_FEDNH, crop=4, flip=True)`
-HALF = (0.5, 0.5)  # FedETF on CIFAR
+HALF = (0.5, 0.5)
+"""(mean, std) of pixels scaled to [0, 1], as FedETF takes them on CIFAR.
+
+This and the following are for `pipeline(*HALF, crop=4, flip=True)`; with three channels, (mean, std) are of one number
+per channel.
+"""
 CIFAR10_CCVR = ((125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255))
+"""(mean, std) of CIFAR-10 as CCVR gives them."""
 CIFAR100_CCVR = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+"""(mean, std) of CIFAR-100 as CCVR gives them."""
 CIFAR10_FEDNH = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+"""(mean, std) of CIFAR-10 as FedNH gives them."""
 CIFAR100_FEDNH = ((0.507, 0.487, 0.441), (0.267, 0.256, 0.276))
+"""(mean, std) of CIFAR-100 as FedNH gives them."""
 CIFAR10_FEDLOGE = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""(mean, std) that FedLoGe takes on CIFAR-10, which are those of ImageNet."""
 CIFAR100_FEDLOGE = ((0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615))
+"""(mean, std) of CIFAR-100 as FedLoGe gives them."""
 
 
 def normalize(x: Array, mean: Channels, std: Channels) -> Array:
@@ -66,7 +76,7 @@ def random_crop(key: Array, x: Array, padding: int, mode: str = 'constant') -> A
         [B, H, W, ch] of the same type.
 
     Raises:
-        ValueError: if `x` is of another shape, `padding` no whole number, or `mode` unknown.
+        ValueError: if `x` is of another shape, `padding` no whole number or negative, or `mode` unknown.
     """
     checks.rows('`x`', x, 4)
     checks.whole('`padding`', padding, 0)
@@ -107,7 +117,8 @@ def pipeline(
         crop_mode: how the crop pads, see `random_crop`.
 
     Returns:
-        A function of x [B, H, W, ch] uint8 and a key. Without a key, in evaluation, it only normalises.
+        A function of x [B, H, W, ch], uint8 or floating in [0, 1], and a key: [B, H, W, ch] float32. Without a key,
+        None in evaluation, it only normalises. It raises TypeError and ValueError as `normalize` and `random_crop`.
 
     Raises:
         ValueError: if `crop` is negative, `crop_mode` unknown, `mean` not finite or some `std` not positive.

@@ -15,7 +15,7 @@ from fedjax_nc import checks
 from fedjax_nc.data import arguments
 
 Parts = list[NDArray[np.intp]]
-"""One array of row numbers per client."""
+"""A vector of row numbers per client: [n_k] intp."""
 
 _MANY = 2**20  # clients, where there are not as many examples
 
@@ -29,17 +29,25 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, *, seed: int, min_s
 
     Args:
         labels: [P] integers in [0, C).
-        clients: K.
+        clients: the number of clients, K.
         alpha: concentration; small values give clients of few classes.
         seed: a non-negative integer.
         min_size: smallest client allowed. Up to 100 draws are tried; should none reach it, random examples of the
             largest clients move to those below it in the last draw.
 
     Returns:
-        K arrays of row numbers.
+        K vectors of row numbers, [n_k] intp in random order; every row is in one of them.
 
     Raises:
-        ValueError: if the request is malformed or cannot be met.
+        ValueError: if `labels` are no labels, a number is out of its range (`alpha` must be positive and finite), or
+            there are fewer than K `min_size` examples.
+
+    Example:
+        >>> from fedjax_nc import data
+        >>> digits = data.load_dataset('digits')
+        >>> parts = data.dirichlet(digits.y_train, 20, 0.1, seed=0)
+        >>> len(parts), sum(len(rows) for rows in parts), min(len(rows) for rows in parts) >= 10
+        (20, 1442, True)
     """
     labels = _checked(labels, clients, seed, min_size)
     alpha = _concentration(alpha)
@@ -59,7 +67,10 @@ def dirichlet_capped(labels: ArrayLike, clients: int, alpha: float, *, seed: int
     """The Dirichlet partition that gives nothing more to a client once it holds P / K examples.
 
     The construction of CCVR (Luo et al., NeurIPS 2021) and of many others: client sizes differ less than under
-    `dirichlet`. Arguments, results, errors and what is done about small clients are those of `dirichlet`.
+    `dirichlet`. Arguments, results and what is done about small clients are those of `dirichlet`.
+
+    Raises:
+        ValueError: as `dirichlet`.
     """
     labels = _checked(labels, clients, seed, min_size)
     alpha = _concentration(alpha)
@@ -87,7 +98,7 @@ def dirichlet_multiclass(
     arguments and the result are those of `dirichlet`; `alpha` is beta in the paper.
 
     Raises:
-        ValueError: if the request is malformed or cannot be met.
+        ValueError: as `dirichlet`, or if all labels are of one class, or there are fewer than 2 K examples.
         RuntimeError: if no draw was good enough.
     """
     checks.whole('`min_size`', min_size, 0)
@@ -122,8 +133,11 @@ def dirichlet_draws(labels: ArrayLike, clients: int, alpha: float, *, seed: int,
     """The Dirichlet partition in which every example draws its client independently.
 
     An example of class c goes to client k with probability p_ck, p_c ~ Dir(alpha 1_K): the construction of FedLoGe
-    (Xiao et al., ICLR 2024), whose code asks for two batches per client as a minimum. Arguments, results, errors and
-    what is done about small clients are those of `dirichlet`.
+    (Xiao et al., ICLR 2024), whose code asks for two batches per client as a minimum. Arguments, results and what is
+    done about small clients are those of `dirichlet`.
+
+    Raises:
+        ValueError: as `dirichlet`.
     """
     labels = _checked(labels, clients, seed, min_size)
     alpha = _concentration(alpha)
@@ -146,12 +160,12 @@ def shards(labels: ArrayLike, clients: int, classes_per_client: int, *, seed: in
 
     Args:
         labels: [P] integers in [0, C), no class empty.
-        clients: K.
+        clients: the number of clients, K.
         classes_per_client: c, a divisor of C, so that no client meets a class twice.
         seed: a non-negative integer.
 
     Returns:
-        K arrays of row numbers.
+        K vectors of row numbers, [n_k] intp in random order; every row is in one of them.
 
     Raises:
         ValueError: if the request is malformed, c does not divide C, some class would have no holder (K c < C), or a
@@ -188,7 +202,10 @@ def dirichlet_sizes(labels: ArrayLike, clients: int, alpha: float, *, seed: int,
 
     Client k gets the shuffled examples from round(P (q_1 + .. + q_{k-1})) to round(P (q_1 + .. + q_k)),
     q ~ Dir(alpha 1_K): the quantity skew of Li et al. (Federated Learning on Non-IID Data Silos, ICDE 2022). Arguments,
-    results, errors and what is done about small clients are those of `dirichlet`, which skews both.
+    results and what is done about small clients are those of `dirichlet`, which skews both.
+
+    Raises:
+        ValueError: as `dirichlet`.
     """
     labels = _checked(labels, clients, seed, min_size)
     alpha = _concentration(alpha)
@@ -211,16 +228,17 @@ def power_law(labels: ArrayLike, clients: int, exponent: float, *, seed: int, mi
 
     Args:
         labels: [P] integers in [0, C).
-        clients: K.
+        clients: the number of clients, K.
         exponent: 0 for equal sizes; with 1 the largest of 100 clients has a fifth of what is shared out.
         seed: a non-negative integer.
         min_size: smallest client allowed.
 
     Returns:
-        K arrays of row numbers.
+        K vectors of row numbers, [n_k] intp in random order; every row is in one of them.
 
     Raises:
-        ValueError: if the request is malformed or cannot be met.
+        ValueError: if `labels` are no labels, a number is out of its range (`exponent` must be finite and not
+            negative), or there are fewer than K `min_size` examples.
     """
     labels = _checked(labels, clients, seed, min_size)
     exponent = arguments.number('`exponent`', exponent)
@@ -244,13 +262,13 @@ def uneven_classes(
 
     Args:
         labels: [P] integers in [0, C), no class empty.
-        clients: K.
+        clients: the number of clients, K.
         classes_per_client: (fewest, most), both included; or K numbers, one for each client. For two clients a pair is
             their numbers.
         seed: a non-negative integer.
 
     Returns:
-        K arrays of row numbers.
+        K vectors of row numbers, [n_k] intp in random order; every row is in one of them.
 
     Raises:
         ValueError: if the request is malformed, a number lies outside of [1, C], the clients together hold fewer than
@@ -301,7 +319,7 @@ def by_domain(domains: Iterable[Hashable], clients: int, *, seed: int) -> Parts:
         seed: a non-negative integer.
 
     Returns:
-        K arrays of row numbers.
+        K vectors of row numbers, [n_k] intp in random order; every row is in one of them.
 
     Raises:
         ValueError: if the request is malformed, a domain would have no client, or has fewer examples than clients.
@@ -319,7 +337,19 @@ def by_domain(domains: Iterable[Hashable], clients: int, *, seed: int) -> Parts:
 
 
 def iid(labels: ArrayLike, clients: int, *, seed: int) -> Parts:
-    """Deals shuffled examples to K clients, not more than there are examples; their sizes differ by one at most."""
+    """Deals shuffled examples to clients; their sizes differ by one at most.
+
+    Args:
+        labels: [P] integers in [0, C), of which only the number matters.
+        clients: the number of clients, K, not more than there are examples.
+        seed: a non-negative integer.
+
+    Returns:
+        K vectors of row numbers, [n_k] intp in random order; every row is in one of them.
+
+    Raises:
+        ValueError: if an argument is not of this kind.
+    """
     labels = _checked(labels, clients, seed)
     return np.array_split(np.random.default_rng(seed).permutation(len(labels)), clients)
 
@@ -327,7 +357,11 @@ def iid(labels: ArrayLike, clients: int, *, seed: int) -> Parts:
 def natural(ids: Iterable[Hashable]) -> Parts:
     """One client per distinct id: the writer, user or hospital that an example came from.
 
-    Takes [P] hashable values, at least one, and returns an array of rows per distinct value, in order of appearance.
+    Args:
+        ids: [P] hashable values, one per example.
+
+    Returns:
+        A vector of row numbers, [n_k] intp ascending, per distinct value, in order of appearance.
 
     Raises:
         ValueError: if there is none, or one that cannot tell clients apart, such as a list or NaN.
@@ -362,10 +396,11 @@ def long_tail(labels: ArrayLike, imbalance_factor: float, *, seed: int) -> NDArr
         seed: a non-negative integer.
 
     Returns:
-        The rows kept, ascending.
+        The rows kept, [n] intp ascending.
 
     Raises:
-        ValueError: if `imbalance_factor` < 1, or so large that a class would vanish.
+        ValueError: if `imbalance_factor` < 1, or so large that a class would vanish, or `labels` or `seed` are not of
+            this kind.
     """
     labels = _checked(labels, 1, seed)
     factor = arguments.number('`imbalance_factor`', imbalance_factor, 1, advice='it is head size over tail size.')

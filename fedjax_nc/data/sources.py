@@ -70,14 +70,20 @@ def load_dataset(name: str, data_dir: str | os.PathLike[str] | None = None) -> D
             it, it may be read-only.
 
     Returns:
-        The data set, in the order of the official files; but MNIST, Fashion-MNIST and EMNIST as TFDS has shuffled them
-        where TFDS itself has prepared them.
+        The data set: images uint8 [n, H, W, ch], labels int32, in the order of the official files; but MNIST,
+        Fashion-MNIST and EMNIST as TFDS has shuffled them where TFDS itself has prepared them.
 
     Raises:
         ValueError: for an unknown name, or a file that is damaged.
         TypeError: if `data_dir` is no path.
         DatasetUnavailableError: if nothing is in `data_dir` and there is no network, or nothing can be written there.
         ImportError: if 'digits' is asked for without scikit-learn, or what TFDS has prepared without TFDS.
+
+    Example:
+        >>> from fedjax_nc import data
+        >>> digits = data.load_dataset('digits')
+        >>> digits.x_train.shape, digits.x_test.shape, digits.num_classes
+        ((1442, 8, 8, 1), (355, 8, 8, 1), 10)
     """
     if not isinstance(name, str) or name not in NAMES:
         raise ValueError(f'`name` {checks.shown(name)} is no data set; choose one of {list(NAMES)}.')

@@ -17,7 +17,7 @@ def clusters(
     Args:
         seed: draws the examples.
         num_examples: P; class sizes differ by one at most.
-        num_classes: C.
+        num_classes: the number of classes, C.
         dim: length of an example.
         separation: typical distance of a centre from the origin; 0 leaves nothing to learn.
         centers_seed: draws the centres, so that sets of different `seed` can serve as training and test set.

@@ -39,8 +39,8 @@ def load_table(
         seed: draws what is held out.
 
     Returns:
-        The data set, named after the file: x [n, features] float32 in the order of the file, and clients in the order
-        of their ids, for training and for testing, too.
+        The data set, named after the file: x [n, features] float32 and y [n] int32 in the order of the file, and
+        clients in the order of their ids, for training and for testing, too.
 
     Raises:
         DatasetUnavailableError: if there is no such file.

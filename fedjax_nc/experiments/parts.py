@@ -16,7 +16,17 @@ from fedjax_nc.objective import objective
 
 
 def join(stage: Algorithm, key: Array, state: State, data: FederatedData) -> State:
-    """How most stages begin: with the server's model alone."""
+    """How most stages begin: with the server's model alone.
+
+    Args:
+      stage: the algorithm of the stage.
+      key: key of the clients' first states.
+      state: the state at the end of training, of which `server` alone is used.
+      data: the clients.
+
+    Returns:
+      The state before the stage's first round, as `simulate.join` makes it.
+    """
     joined = functools.partial(simulate.join, stage, num_clients=data.num_clients)
     return jax.jit(joined)(key, server=state.server)  # one program to compile, and not one for each shape
 
@@ -24,10 +34,11 @@ def join(stage: Algorithm, key: Array, state: State, data: FederatedData) -> Sta
 class Recipe(NamedTuple):
     """A method from training to personal models."""
 
-    train: Algorithm
+    train: Algorithm  #: what rounds are made of
     personalize: Algorithm | None = None  #: a stage of one round on all clients; None if training makes personal models
     calibrate: Algorithm | None = None  #: a stage of one round on all clients before it, which makes the generic model
-    enter: Callable[[Algorithm, Array, State, FederatedData], State] = join  #: how personalisation begins
+    #: (stage, key, state, data) -> the state with which personalisation begins
+    enter: Callable[[Algorithm, Array, State, FederatedData], State] = join
     refines: bool = False  #: whether the generic model is more than what was trained
     variants: Mapping[str, Algorithm] = {}  #: other stages in the place of `personalize`
     generic: bool = True  #: whether there is a generic model
@@ -41,33 +52,43 @@ class Recipe(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What a method is made from."""
+    """What a method is made from: the arguments of `Method`, with heads and losses in the place of their names."""
 
-    model: Model
-    client_opt: ClientOptimizer
-    personal_opt: ClientOptimizer
-    plan: Plan
-    head: Head
+    model: Model  #: feature extractor
+    client_opt: ClientOptimizer  #: from the round's number to a client's optimizer
+    personal_opt: ClientOptimizer  #: the same of models or heads that clients keep
+    plan: Plan  #: batch size and local epochs
+    head: Head  #: the one that was chosen, or the method's own
     learned: bool  #: whether the head's class vectors are
-    loss: Loss
-    server_opt: optax.GradientTransformation | None
-    dim: int | None
-    scale: float
-    rounds: int
-    auxiliary: FederatedData | None
-    weigh: str
+    loss: Loss  #: the one that was chosen, or the method's own
+    server_opt: optax.GradientTransformation | None  #: None for plain averaging
+    dim: int | None  #: of the projected ETF; None for the number of classes
+    scale: float  #: first temperature of heads that compare angles
+    rounds: int  #: how long training will be
+    auxiliary: FederatedData | None  #: the server's own examples, one client a class
+    weigh: str  #: one of `WEIGHTS`
     options: Mapping[str, Any]  #: further arguments of the factory
 
     @property
     def task(self) -> Objective:
+        """Model, head and loss together."""
         return objective(self.model, self.head, self.loss)
 
     @property
     def common(self) -> dict[str, Any]:
+        """What most factories are given by name, which is plan, server optimizer, weights of clients, options."""
         return {'plan': self.plan, 'server_opt': self.server_opt, **WEIGHTS[self.weigh], **self.options}
 
     def finetune(self, task: Objective | None = None, **kwargs: Any) -> Algorithm:
-        """One more local update, which gives personal models to a method without any."""
+        """One more local update, which gives personal models to a method without any.
+
+        Args:
+          task: what is tuned; by default `self.task`.
+          **kwargs: further arguments of `algorithms.finetune.algorithm`.
+
+        Returns:
+          The stage, one round of which is `plan.epochs` local epochs by `client_opt`.
+        """
         return alg.finetune.algorithm(task or self.task, self.client_opt, plan=self.plan, **kwargs)
 
 
@@ -86,8 +107,8 @@ HEADS: dict[str, Callable[[int | None, float, bool], Head]] = {
     'prototypes': lambda dim, scale, learn: heads.prototypes(scale, learn, frames.uniform),
 }
 """(frame's dimension, first temperature, whether it is learned) -> head. The ETF of FedETF has a projection and a
-temperature, that of FedAvg_ETF is bare; 'unprojected_etf' and
-'projected_sparse_etf' are those of FedLoGe's ablations; prototypes are FedUH's, spread uniformly and frozen."""
+temperature, that of FedAvg_ETF is bare; 'unprojected_etf' and 'projected_sparse_etf' are those of FedLoGe's ablations;
+prototypes are FedUH's, spread uniformly and frozen."""
 
 LOSSES: dict[str, Loss] = {
     'cross_entropy': losses.cross_entropy,
@@ -96,6 +117,7 @@ LOSSES: dict[str, Loss] = {
     'positive': losses.positive,
     'dot_regression': losses.dot_regression,
 }
+"""Functions of `losses` by name."""
 
 SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     'sgd': lambda lr=1.0, momentum=0.0: optax.sgd(lr, momentum or None),
@@ -113,11 +135,13 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 """How clients are weighed: as the method has it, by their numbers of examples, or all alike."""
 
-LEARNED = ('linear', 'unbiased', 'unit_norm', 'cosine')  # heads whose class vectors are trained
+LEARNED = ('linear', 'unbiased', 'unit_norm', 'cosine')
+"""Heads whose class vectors are trained."""
 OF_COSINES = {
     'heads': ('cosine', 'etf', 'unprojected_etf', 'projected_sparse_etf', 'prototypes'),
     'losses': ('positive', 'dot_regression'),
 }
+"""Losses of cosines, and the heads that they go with."""
 
 
 def entries(init: Callable[..., Array]) -> heads.Frame:

@@ -40,14 +40,15 @@ def run(
     """Carries out a run, and returns its summary.
 
     Writes `config.json`, `metrics.jsonl`, `metrics.csv`, `summary.json`, `accuracy.png`, `checkpoints/` and the generic
-    model, `model.safetensors`, into `out`, which it holds as long as it lasts.
+    model, if there is one, `model.safetensors`, into `out`, which it holds as long as it lasts.
 
     Args:
       setting: what to run.
       out: where its files go.
-      data_dir: where data sets lie or are put.
+      data_dir: where data sets lie or are put, as for `data.load_dataset`; files of one's own by default in the working
+        directory.
       resume: continue the run in `out`, or begin it.
-      chunk: clients side by side.
+      chunk: clients side by side, as for `simulate.make_round`.
       tune: whether to measure first how rounds are fastest on this device, by `tuning.fastest`; what it finds is kept
         in `tuning.json` beside `out`, and used again there.
       host: whether examples stay on the host, because they are larger than the device, and travel as rounds need them.
@@ -57,9 +58,18 @@ def run(
       on_round: as for `training.run`.
       progress: whether it is shown.
 
+    Returns:
+      What `summary.json` holds. Of the generic model, where there is one, on the test set, there are `global_accuracy`
+      after the last round; `global_accuracy_lastN`, the mean of the last N rounds, `eval_last` of them; and
+      `class_accuracy`. Of personal models on the clients' tests: `personal_accuracy`, the mean over clients, with
+      `_std`, `_pooled` and `_low` as in `evaluate.over_clients`; and `clients`, the numbers of each. Of the generic
+      model on the same tests: `personal_accuracy_before`. Besides `seconds` by part, `rounds_per_second`,
+      `compile_seconds`, `padded_work_share`, `broken_clients`, numbers of `parameters`, `bytes` up and down,
+      `versions`, `commit`, `device`, `date` and the peak of memory.
+
     Raises:
-      ValueError: for a setting that cannot be, or an `out` that is in use, or holds a run that is not to be resumed or
-        has other settings; and as `data.load_dataset` and `training.run`.
+      ValueError: for a setting that cannot be, `tune` with `host`, or an `out` that is in use, or holds a run that is
+        not to be resumed or has other settings; and as `data.load_dataset` and `training.run`, with their other errors.
       DivergedError: if training or the personal models diverged.
     """
     out, clock = Path(out), Clock()

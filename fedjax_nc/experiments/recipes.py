@@ -4,7 +4,8 @@ Model, optimizer, plan and first temperature are given and the same for all, wha
 factories' defaults. Head, loss and server optimizer are a choice where a method does not bring its own; clients are
 weighed as each method has it, unless `weigh` says how for all.
 
-A method of one's own has the name 'package.module:factory' everywhere: see `named`.
+A method of one's own has the name 'package.module:factory' everywhere: see `named`. The functions called `..._recipe`
+make the `Recipe` of a `Setup`; their docstrings say what they add to the factory's defaults, and further options.
 """
 
 import functools
@@ -40,10 +41,10 @@ from fedjax_nc.objective import objective, transformed
 class Method(NamedTuple):
     """What can be had under a name."""
 
-    name: str
-    make: Callable[[Setup], Recipe]
-    heads: tuple[str, ...] = tuple(HEADS)  #: the first is the method's own
-    losses: tuple[str, ...] = tuple(LOSSES)
+    name: str  #: what it is called in tables and messages
+    make: Callable[[Setup], Recipe]  #: from what is chosen to how the method is carried out
+    heads: tuple[str, ...] = tuple(HEADS)  #: those that it takes, names in `HEADS`; the first is the method's own
+    losses: tuple[str, ...] = tuple(LOSSES)  #: those that it takes, names in `LOSSES`; the first is the method's own
     server: bool = True  #: whether a server optimizer moves a model
 
     def __call__(
@@ -84,8 +85,12 @@ class Method(NamedTuple):
             no personal ones.
           options: further arguments of the method's factory, such as `{'mu': 0.1}`.
 
+        Returns:
+          The algorithm that trains, and the stages that calibrate its model and make it personal, where it has them.
+
         Raises:
-          ValueError: for a choice that the method does not have; it says which there are.
+          ValueError: for a choice or an option that the method does not have; it says which there are. Also as the
+            method's recipe and its factory.
         """
         head, loss = head or self.heads[0], loss or self.losses[0]
         if weigh not in WEIGHTS:
@@ -117,7 +122,20 @@ class Method(NamedTuple):
 
 
 def auxiliary(x: Any, y: Any, num_classes: int, each: int = 63) -> FederatedData:
-    """The first examples `x [n, ...]`, `y [n]` of each class as the server's own, as many as Ratio Loss was given."""
+    """The first examples of each class as the server's own, as many as Ratio Loss was given.
+
+    Args:
+      x: [n, ...] examples, as for `data.federate`.
+      y: [n] integers in [0, C).
+      num_classes: the number of classes, C.
+      each: examples of a class; a class that has fewer gives all.
+
+    Returns:
+      The data of C clients; client c holds what is taken of class c.
+
+    Raises:
+      ValueError: if a class has no example, or as `data.federate`.
+    """
     parts = [np.flatnonzero(np.asarray(y) == c)[:each] for c in range(num_classes)]
     rows, ends = np.concatenate(parts), np.cumsum([len(part) for part in parts])
     own = np.split(np.arange(len(rows)), ends[:-1])
@@ -128,10 +146,17 @@ def shared(factory: Callable[..., Algorithm], **kwargs: Any) -> Callable[[Setup]
     """A method that trains one model for all; one more local update makes the personal models.
 
     Of `server_opt`, `aggregate` and `aggregate_stats`, a factory without `**kwargs` is given those that it names.
+
+    Args:
+      factory: `(task, client_opt, *, plan, ...) -> Algorithm`, as the library's are.
+      **kwargs: defaults of its other arguments; a setup's options come before them.
+
+    Returns:
+      What makes its recipe, the `make` of a `Method`.
     """
 
     def made(s: Setup) -> Recipe:
-        names, several = takes(factory)
+        names, several = _takes(factory)
         left_out = set() if several else {'server_opt', 'aggregate', 'aggregate_stats'} - {*names, *s.options}
         given = {name: value for name, value in {**kwargs, **s.common}.items() if name not in left_out}
         return Recipe(factory(s.task, s.client_opt, **given), s.finetune())
@@ -139,7 +164,7 @@ def shared(factory: Callable[..., Algorithm], **kwargs: Any) -> Callable[[Setup]
     return made
 
 
-def takes(factory: Any) -> tuple[set[str], bool]:
+def _takes(factory: Any) -> tuple[set[str], bool]:
     """The names of a function's arguments, and whether it takes others, too."""
     if not callable(factory) or isinstance(factory, type):
         return set(), False
@@ -148,8 +173,17 @@ def takes(factory: Any) -> tuple[set[str], bool]:
 
 
 def private(factory: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
-    """A method whose clients keep parts of models. Their personal models are those of their latest local work, whole:
-    what stayed behind does not fit what the others have made of the rest since."""
+    """A method whose clients keep parts of models.
+
+    Their personal models are those of their latest local work, whole: what stayed behind does not fit what the others
+    have made of the rest since.
+
+    Args:
+      factory: `(task, client_opt, *, plan, server_opt, ...) -> Algorithm`, as the library's are.
+
+    Returns:
+      What makes its recipe, the `make` of a `Method`.
+    """
     return lambda s: Recipe(alg.latest.keep(factory(s.task, s.client_opt, **s.common)))
 
 
@@ -185,8 +219,9 @@ def feddyn_recipe(s: Setup) -> Recipe:
 
 
 def fedprox_recipe(s: Setup) -> Recipe:
-    """FedProx at mu = 0.001, as FedETF's comparison ran it; the anchor stays while models are made personal. The option
-    `anchored=['head']` holds that part alone, which is the clsprox of CCVR's comparison."""
+    """FedProx at mu = 0.001, as FedETF's comparison ran it; the anchor stays while models are made personal.
+
+    The option `anchored=['head']` holds that part alone, which is the clsprox of CCVR's comparison."""
     kwargs = {'mu': 0.001, 'anchored': None, **s.common}
     penalty = alg.fedprox.proximal(kwargs.pop('mu'), kwargs.pop('anchored'))
     return Recipe(alg.fedavg.algorithm(s.task, s.client_opt, penalty=penalty, **kwargs), s.finetune(penalty=penalty))
@@ -199,9 +234,14 @@ def contrasting(factory: Callable[..., Algorithm], project: bool, **kwargs: Any)
       factory: MOON's or FedMMD's.
       project: whether MOON's projection comes between model and head, unless the option `project` says otherwise.
       **kwargs: defaults of its options.
+
+    Returns:
+      What makes its recipe, the `make` of a `Method`. One more local update, without the comparison, makes the personal
+      models.
     """
 
     def made(s: Setup) -> Recipe:
+        """What `contrasting` makes; `moon_recipe` is MOON with its projection and mu = 1, as in FedETF's comparison."""
         options = {**kwargs, 'project': project, **s.options}
         if options.pop('project'):
             s = s._replace(model=alg.moon.projected(s.model))
@@ -212,7 +252,7 @@ def contrasting(factory: Callable[..., Algorithm], project: bool, **kwargs: Any)
     return made
 
 
-moon_recipe = contrasting(alg.moon.algorithm, project=True, mu=1.0)  # as FedETF's comparison ran it
+moon_recipe = contrasting(alg.moon.algorithm, project=True, mu=1.0)
 
 
 def fedrs_recipe(s: Setup) -> Recipe:
@@ -225,6 +265,9 @@ def ratioloss_recipe(s: Setup) -> Recipe:
 
     Balanced classes have ratios about C - 1. The published limit of 5,000 goes with a rate of 0.001: weights of
     hundreds, as they come where clients lack classes, multiply the rate.
+
+    Raises:
+      ValueError: without `auxiliary` in the setup.
     """
     if s.auxiliary is None:
         raise ValueError('ratioloss needs examples of every class on the server: pass auxiliary=recipes.auxiliary(...)')
@@ -251,8 +294,10 @@ def creff_recipe(s: Setup) -> Recipe:
 
 
 def fedrod_recipe(s: Setup) -> Recipe:
-    """FedROD with private linear heads on the clients' latest models. Under an ETF, of which there is nothing to copy,
-    they start at zero. The option `personal='hyper'` is the network that was published for CIFAR."""
+    """FedROD with private linear heads on the clients' latest models.
+
+    Under an ETF, of which there is nothing to copy, they start at zero. The option `personal='hyper'` is the network
+    that was published for CIFAR."""
     personal = alg.fedrod.linear('generic' if s.learned else 'zeros')
     kwargs = {'head': s.head, 'personal': personal, 'personal_opt': s.personal_opt, **s.common}
     if kwargs['personal'] == 'hyper':
@@ -267,8 +312,9 @@ def fedetf_recipe(s: Setup) -> Recipe:
 
 
 def fedetf_gmv_recipe(s: Setup) -> Recipe:
-    """FedAvg_ETF whose memory acts in the last two fifths of the rounds; one more local update makes it personal. The
-    option `scale` is the length of the ETF's columns."""
+    """FedAvg_ETF whose memory acts in the last two fifths of the rounds; one more local update makes it personal.
+
+    The option `scale` is the length of the ETF's columns."""
     options = dict(s.common)
     head = bare(frames.simplex_etf, options.pop('scale')) if 'scale' in options else s.head
     train = alg.fedetf_gmv.algorithm(s.model, s.client_opt, **{'warm': round(0.6 * s.rounds), 'head': head, **options})
@@ -278,7 +324,14 @@ def fedetf_gmv_recipe(s: Setup) -> Recipe:
 def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
     """FedNH or FedUH with a learned scale; one more local update makes the personal models.
 
-    The option `init` is a method of `frames.uniform`, such as 'orthogonal', which is that of FedNH's released code."""
+    The option `init` is a method of `frames.uniform`, such as 'orthogonal', which is that of FedNH's released code.
+
+    Args:
+      method: FedNH's or FedUH's factory.
+
+    Returns:
+      What makes its recipe, the `make` of a `Method`.
+    """
 
     def made(s: Setup) -> Recipe:
         options = {'scale': s.scale, **s.common}
@@ -290,8 +343,14 @@ def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Rec
 
 
 def ccvr_recipe(s: Setup) -> Recipe:
-    """FedAvg, or the option `base` 'fedprox' or 'moon' at the option `mu`, calibrated by CCVR with `samples` virtual
-    features of each class. Personal models tune the calibrated head alone: psi has no slope at zero."""
+    """FedAvg, or the option `base` 'fedprox' or 'moon' at the option `mu`, calibrated by CCVR.
+
+    The option `samples` is the number of virtual features of each class, 100 by default. Personal models tune the
+    calibrated head alone: psi has no slope at zero.
+
+    Raises:
+      ValueError: for another `base`.
+    """
     options = {'base': 'fedavg', 'samples': 100, **s.options}
     base, samples = options.pop('base'), options.pop('samples')
     bases = {'fedavg': shared(alg.fedavg.algorithm), 'fedprox': fedprox_recipe, 'moon': moon_recipe}
@@ -313,8 +372,13 @@ def ccvr_recipe(s: Setup) -> Recipe:
 
 
 def fedloge_recipe(s: Setup) -> Recipe:
-    """FedLoGe: the generic model is the globally realigned one, personal models are the locally realigned ones. The
-    option `frame` is one of `FRAMES`."""
+    """FedLoGe: the generic model is the globally realigned one, personal models are the locally realigned ones.
+
+    The option `frame` is one of `FRAMES`.
+
+    Raises:
+      ValueError: for another `frame`.
+    """
     options = dict(s.common)
     if 'frame' in options:
         if options['frame'] not in FRAMES:
@@ -329,7 +393,7 @@ def fedloge_recipe(s: Setup) -> Recipe:
     return Recipe(alg.fedloge.algorithm(s.model, s.client_opt, **options), realign(), None, enter, True, variants)
 
 
-CE, BALANCED = ('cross_entropy',), ('balanced_softmax',)
+_CE, _BALANCED = ('cross_entropy',), ('balanced_softmax',)
 RECIPES: dict[str, Method] = {
     method.name: method
     for method in (
@@ -342,20 +406,20 @@ RECIPES: dict[str, Method] = {
         Method('fedmmd', contrasting(alg.fedmmd.algorithm, project=False)),
         Method('fedrs', fedrs_recipe, ('unbiased', *(h for h in HEADS if h != 'unbiased')), ('restricted_softmax',)),
         Method('fedaws', shared(alg.fedaws.algorithm), LEARNED),
-        Method('ratioloss', ratioloss_recipe, LEARNED, CE),
-        Method('creff', creff_recipe, ('unbiased',), CE),
+        Method('ratioloss', ratioloss_recipe, LEARNED, _CE),
+        Method('creff', creff_recipe, ('unbiased',), _CE),
         Method('ccvr', ccvr_recipe, LEARNED),
-        Method('fedetf', fedetf_recipe, ('etf',), BALANCED),
-        Method('fedetf_gmv', fedetf_gmv_recipe, ('bare_etf', 'unbiased'), CE),
-        Method('feduh', prototypes_recipe(alg.feduh.algorithm), ('prototypes',), CE),
-        Method('fednh', prototypes_recipe(alg.fednh.algorithm), ('prototypes',), CE),
-        Method('fedloge', fedloge_recipe, ('sparse_etf',), CE),
+        Method('fedetf', fedetf_recipe, ('etf',), _BALANCED),
+        Method('fedetf_gmv', fedetf_gmv_recipe, ('bare_etf', 'unbiased'), _CE),
+        Method('feduh', prototypes_recipe(alg.feduh.algorithm), ('prototypes',), _CE),
+        Method('fednh', prototypes_recipe(alg.fednh.algorithm), ('prototypes',), _CE),
+        Method('fedloge', fedloge_recipe, ('sparse_etf',), _CE),
         Method('fedbabu', fedbabu_recipe, LEARNED),
         Method('fedper', private(alg.fedper.algorithm), (*LEARNED, 'etf')),
         Method('fedrep', fedrep_recipe, (*LEARNED, 'etf')),
         Method('fedbn', private(alg.fedbn.algorithm)),
         Method('ditto', ditto_recipe),
-        Method('fedrod', fedrod_recipe, ('unbiased', 'linear', 'unit_norm', 'cosine', 'etf', 'bare_etf'), BALANCED),
+        Method('fedrod', fedrod_recipe, ('unbiased', 'linear', 'unit_norm', 'cosine', 'etf', 'bare_etf'), _BALANCED),
         Method('fedproto', fedproto_recipe, server=False),
         Method('solo', solo_recipe, server=False),
     )
@@ -392,7 +456,7 @@ def named(name: str) -> Method:
     made = getattr(found, attribute)
     if isinstance(made, Method):
         return made
-    names, several = takes(made)
+    names, several = _takes(made)
     if not several and 'plan' not in names:
         raise ValueError(
             f'algorithm {name} must be a recipes.Method, or a factory (task, client_opt, *, plan, ...) -> Algorithm, '

@@ -131,61 +131,78 @@ class Setting(Plain):
     """One run. The defaults are FedETF's published setting for CIFAR-10.
 
     What is None when it is made has the default that is said beside it: a setting that is made holds no None.
+    `Setting.read(path)` reads one from JSON or TOML, `Setting.of(mapping)` makes one of plain data, and `plain()` gives
+    them back.
 
     Raises:
       ValueError: when made, for an unknown name or a number out of range.
     """
 
-    dataset: str = 'cifar10'  # one of DATASETS, or where data sets lie a file NAME.npz, NAME.csv or NAME.parquet, or a
-    # folder NAME/ of images or of Hugging Face's `datasets`; cifar10_lt is cifar10 with an imbalance of 100
-    loading: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further arguments of what loads a file or
-    # folder: {'label': 'species', 'client': 'site'}
-    max_examples: int = 0  # of the training set, as equally over the classes as it allows; 0 is all
-    imbalance: float = 1.0  # largest over smallest class of a training set made long-tailed
-    clients: int = 20  # with 'natural', as many of the data's own, drawn at random
-    partition: str = None  # type: ignore[assignment]  # 'dirichlet', 'dirichlet_draws' where it is long-tailed, and
-    # 'natural' for femnist
-    alpha: float = 0.1  # of Dirichlet partitions
-    classes_per_client: int = 2  # of 'shards', and the fewest of 'uneven_classes'
-    most_classes: int = 5  # of 'uneven_classes'
-    exponent: float = 1.0  # of 'power_law'
-    features: str = 'same'  # one of FEATURES: what clients and their 'split' tests see of the same things; 'rotated' by
-    # quarter turns, or 'noisy', the more the higher the client's number
-    noise: float = 0.1  # largest variance of 'noisy'
-    tests: str = None  # type: ignore[assignment]  # what clients are tested on: 'split', a part of their own examples;
-    # 'matched', parts of the test set with their own proportions of classes, as in FedLoGe, and the default where it is
-    # long-tailed; 'common', the whole test set, on which classes then count as a client has them, as in FedNH;
-    # 'natural', a client's own test examples, and the default for femnist
-    test_share: float = 0.3  # of each client's examples, with 'split'
-    model: str = None  # type: ignore[assignment]  # 'resnet20', and 'mlp' for digits and tables
-    norm: str = 'batch'  # or 'group': of ResNets and MobileNet
-    precision: str = 'float32'  # or 'bfloat16': of the model's computations
-    pixels: str = 'half'  # one of PIXELS: how images are normalised
-    crop: int = 0  # pixels by which training images are padded and cropped at random
-    crop_mode: str = 'constant'  # how they are padded: with black, or 'reflect'
-    flip: bool = False  # whether they are mirrored at random
-    algorithm: str = 'fedetf'  # one of RECIPES, or 'module:factory' of one's own, see `recipes.named`
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further arguments of the algorithm's factory
-    head: str = None  # type: ignore[assignment]  # the algorithm's own, and so is the loss
+    #: One of `data.load_dataset`; or where data sets lie a file NAME.npz, NAME.csv or NAME.parquet, or a folder NAME/
+    #: of images or of Hugging Face's `datasets`. 'cifar10_lt' is 'cifar10' with an imbalance of 100.
+    dataset: str = 'cifar10'
+    #: Further arguments of what loads a file or folder, such as `{'label': 'species', 'client': 'site'}`.
+    loading: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    max_examples: int = 0  #: Of the training set, as equally over the classes as it allows; 0 is all.
+    imbalance: float = 1.0  #: Largest over smallest class of a training set made long-tailed.
+    clients: int = 20  #: With 'natural', as many of the data's own, drawn at random.
+    #: 'dirichlet', 'dirichlet_capped', 'dirichlet_multiclass', 'dirichlet_draws', 'dirichlet_sizes', 'power_law',
+    #: 'shards', 'uneven_classes' or 'iid', each a function of `data`, or 'natural' for the data's own clients. By
+    #: default 'natural' for femnist, 'dirichlet_draws' where the training set is long-tailed, else 'dirichlet'.
+    partition: str = None  # type: ignore[assignment]
+    alpha: float = 0.1  #: Of Dirichlet partitions.
+    classes_per_client: int = 2  #: Of 'shards', and the fewest of 'uneven_classes'.
+    most_classes: int = 5  #: Of 'uneven_classes'.
+    exponent: float = 1.0  #: Of 'power_law'.
+    #: How clients and their 'split' tests see their examples. 'same' is as they are, 'rotated' by quarter turns,
+    #: 'noisy' with noise, the more the higher the client's number.
+    features: str = 'same'
+    noise: float = 0.1  #: Largest variance of 'noisy'.
+    #: What clients are tested on. 'split' is a part of their own examples; 'matched', parts of the test set with their
+    #: own proportions of classes, as in FedLoGe, and the default where the training set is long-tailed; 'common', the
+    #: whole test set, on which classes then count as a client has them, as in FedNH; 'natural', a client's own test
+    #: examples, and the default for femnist. Else the default is 'split'.
+    tests: str = None  # type: ignore[assignment]
+    test_share: float = 0.3  #: Of each client's examples, with 'split'.
+    #: 'mlp', 'cnn', 'cnn_mcmahan', 'conv2cifar', 'moon_cnn', 'vgg11', 'mobilenet', 'resnet18', 'resnet20', 'resnet34'
+    #: or 'resnet50', networks of `models`. By default 'resnet20', and 'mlp' for digits and tables.
+    model: str = None  # type: ignore[assignment]
+    norm: str = 'batch'  #: Or 'group'; of ResNets and MobileNet.
+    precision: str = 'float32'  #: Or 'bfloat16'; of the model's computations.
+    #: How images are normalised, a constant of `data.images` in small letters, such as 'cifar10_fednh'.
+    pixels: str = 'half'
+    crop: int = 0  #: Pixels by which training images are padded and cropped at random.
+    crop_mode: str = 'constant'  #: How they are padded; with black, or 'reflect'.
+    flip: bool = False  #: Whether they are mirrored at random.
+    algorithm: str = 'fedetf'  #: One of `recipes.RECIPES`, or `'module:factory'` of one's own, see `recipes.named`.
+    #: Further arguments of the algorithm's factory.
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    #: One of `recipes.HEADS`; by default the algorithm's own.
+    head: str = None  # type: ignore[assignment]
+    #: One of `recipes.LOSSES`; by default the algorithm's own.
     loss: str = None  # type: ignore[assignment]
-    personal: str = 'own'  # how personal models come about: as the algorithm's recipe says, or 'latest', a client's
-    # latest local model, where the algorithm makes none
-    weigh: str = 'published'  # 'examples' or 'alike': how clients count
-    server_optimizer: str = 'average'  # plain averaging
-    server_lr: float = None  # type: ignore[assignment]  # the server optimizer's own, and so is the momentum
+    #: How personal models come about. 'own' is as the algorithm's recipe says; 'latest', a client's latest local model,
+    #: where the algorithm makes none.
+    personal: str = 'own'
+    weigh: str = 'published'  #: Or 'examples' or 'alike'; how clients count.
+    server_optimizer: str = 'average'  #: Plain averaging, or one of `recipes.SERVER_OPTIMIZERS`.
+    #: By default the server optimizer's own, 1 for 'average'.
+    server_lr: float = None  # type: ignore[assignment]
+    #: By default the server optimizer's own, 0 for 'average'.
     server_momentum: float = None  # type: ignore[assignment]
-    lr: float = None  # type: ignore[assignment]  # 0.04, 0.01 for cifar100 and 0.02 for digits
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    lr_decay: float = 1.0  # factor a round
-    clip: float = 0.0  # largest norm of a gradient; 0 is none
-    batch_size: int = 128
-    local_epochs: int = 3
-    participation: float = 1.0  # share of the clients in a round
-    rounds: int = 200
-    eval_every: int = 1
-    eval_last: int = 5  # last rounds, which are all evaluated, and over which the summary has the mean
-    seed: int = 0
+    #: Rate of the clients' SGD. By default 0.04, 0.01 for cifar100 and 0.02 for digits.
+    lr: float = None  # type: ignore[assignment]
+    momentum: float = 0.9  #: Of the clients' SGD.
+    weight_decay: float = 5e-4  #: Of the clients' SGD.
+    lr_decay: float = 1.0  #: Factor a round.
+    clip: float = 0.0  #: Largest norm of a gradient; 0 is none.
+    batch_size: int = 128  #: Examples of a step.
+    local_epochs: int = 3  #: Of a client in a round.
+    participation: float = 1.0  #: Share of the clients in a round.
+    rounds: int = 200  #: Of training.
+    eval_every: int = 1  #: Rounds between evaluations.
+    eval_last: int = 5  #: Last rounds, which are all evaluated, and over which the summary has the mean.
+    seed: int = 0  #: Of the partition, the first model and everything else that is drawn.
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -280,23 +297,23 @@ class Setting(Plain):
 
     @property
     def own(self) -> str | None:
-        """How the name of a data set of the user's own ends, one of LOADERS."""
+        """How the name of a user's own data set ends, with '.npz', '.csv', '.parquet' or '/'; None for others."""
         ends = (end for end in LOADERS if isinstance(self.dataset, str) and self.dataset.endswith(end))
         return next(ends, None)
 
     @property
     def cohort(self) -> int:
-        """Clients a round."""
+        """Clients a round, `participation * clients` rounded and at least one."""
         return max(1, round(self.participation * self.clients))
 
     @property
     def label(self) -> str:
-        """What its method is called."""
+        """What its method is called, which is `algorithm`, or the name of a method of one's own."""
         return self.algorithm if self.algorithm in recipes.RECIPES else recipes.named(self.algorithm).name
 
     @property
     def name(self) -> str:
-        """That of its folder."""
+        """That of its folder, of method, data set and a digest of all that is not the default."""
         return f'{re.sub(r"[^A-Za-z0-9_.-]+", "_", self.label)}-{Path(self.dataset).stem}-{self.digest}'
 
 

@@ -78,39 +78,37 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A study at one scale.
+    """A study at one scale: methods x scenes x seeds, what is measured of them, and what has been published.
 
-    Attributes:
-      name: of the file.
-      metrics: heading -> name in the summary.
-      own: method -> heading -> another name for that row.
-      published: (method, scene) -> a (mean, deviation) for each metric, NaN where there is none.
-      unavailable: scene -> why it cannot be run.
-      minutes: what a run takes on two cores, or NaN.
-      scales: scale -> what is said of it.
+    `read` and `of` make one; the guide to experiments shows how its file is written.
     """
 
-    name: str
-    title: str
-    source: str
-    notes: tuple[str, ...]
-    baseline: str
-    metrics: Mapping[str, str]
-    own: Mapping[str, Mapping[str, str]]
-    methods: tuple[str, ...]
-    scenes: tuple[str, ...]
-    seeds: tuple[int, ...]
-    runs: tuple[Run, ...]
+    name: str  #: of the file
+    title: str  #: one line
+    source: str  #: where it was published, or ''
+    notes: tuple[str, ...]  #: what cannot be had, or was not said
+    baseline: str  #: the method that the others are compared with, seed by seed
+    metrics: Mapping[str, str]  #: heading -> name in the summary
+    own: Mapping[str, Mapping[str, str]]  #: method -> heading -> another name for that row
+    methods: tuple[str, ...]  #: rows, in order
+    scenes: tuple[str, ...]  #: groups of columns, in order; ('',) of a study without any
+    seeds: tuple[int, ...]  #: each of which every cell is run with
+    runs: tuple[Run, ...]  #: every method, scene and seed that can be run, with its setting, seed by seed
+    #: (method, scene) -> a (mean, deviation) for each metric, NaN where there is none
     published: Mapping[tuple[str, str], tuple[tuple[float, float], ...]]
-    unavailable: Mapping[str, str]
-    scale: str
-    about: str
-    minutes: float
-    scales: Mapping[str, Mapping[str, Any]]
+    unavailable: Mapping[str, str]  #: scene -> why it cannot be run
+    scale: str  #: 'full', or the name of a smaller form
+    about: str  #: what was made smaller, or ''
+    minutes: float  #: what a run takes on two cores, or NaN
+    scales: Mapping[str, Mapping[str, Any]]  #: scale -> what is said of it
 
     @classmethod
     def read(cls, name: str | Path, scale: str = 'full') -> Self:
         """The study in a file, or the published table of that name.
+
+        Args:
+          name: path of a `.toml` or `.json` file, or the name of a table in `fedjax_nc/experiments/tables`.
+          scale: one of the study's scales.
 
         Raises:
           OSError: if the file cannot be read.
@@ -125,6 +123,11 @@ class Study:
     @classmethod
     def of(cls, plain: Mapping[str, Any], name: str, scale: str = 'full') -> Self:
         """The study that a mapping describes.
+
+        Args:
+          plain: what a study's file holds.
+          name: what the study is called.
+          scale: one of the study's scales.
 
         Raises:
           ValueError: for parts, names and settings that cannot be.
@@ -195,7 +198,7 @@ class Study:
         )  # fmt: skip
 
     def metric(self, method: str, heading: str) -> str:
-        """The name in the summary of what a row has under a heading."""
+        """The name in the summary of what the row of a `method` has under a `heading`, one of `metrics`."""
         return self.own[method].get(heading, self.metrics[heading])
 
     def some(
@@ -204,7 +207,15 @@ class Study:
         scenes: Sequence[str] | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Self:
-        """The part of the study that is named, all by default; seeds may be others than its own.
+        """A part of the study.
+
+        Args:
+          methods: names of rows; all by default.
+          scenes: names of groups of columns; all by default.
+          seeds: whole numbers, which may be others than its own; its own by default.
+
+        Returns:
+          The study with these methods, scenes and seeds alone.
 
         Raises:
           ValueError: for a name that it does not have.
