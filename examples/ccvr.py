@@ -15,7 +15,7 @@ With the default settings: (a) after one round they do, and less so later. (b) L
 classifier, and less where labels are skewed. (c) 8 points of accuracy with M = 100, of which M = 10 gives 6; the oracle
 gains 9. (d) No: the distance goes with accuracy, before and after calibration, but not with the gain.
 
-Needs no network. Prints four tables and draws them in ccvr.png.
+Needs no network. Prints four tables and draws them in ccvr.png; ccvr-dark.png is the same for dark pages.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from fedjax_nc import data, evaluate, gaussians, heads, local, losses, models, simulate
+from fedjax_nc import data, evaluate, gaussians, heads, local, losses, models, plots, simulate
 from fedjax_nc.algorithms import ccvr, fedavg, fedprox, latest
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Objective, State
 from fedjax_nc.metrics import similarity
@@ -177,30 +177,32 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(np.ravel(a), np.ravel(b))[0, 1])
 
 
-def draw_matrix(figure: Figure, axes: Axes, values: np.ndarray, title: str, gamma: float = 1.0) -> None:
+def draw_matrix(figure: Figure, axes: Axes, values: np.ndarray, title: str, label: str, gamma: float = 1.0) -> None:
     """A matrix [K, C] with clients from left to right; a small gamma spreads small values."""
     image = axes.imshow(values.T, aspect='auto', interpolation='nearest', norm=PowerNorm(gamma))
     axes.set(title=title, xlabel='client', ylabel='class')
     axes.set(xticks=range(0, len(values), 5), yticks=range(0, values.shape[1], 3))
     axes.spines[:].set_visible(False)
-    figure.colorbar(image, ax=axes, pad=0.02).outline.set_visible(False)
+    bar = figure.colorbar(image, ax=axes, pad=0.02, label=label)
+    bar.outline.set_visible(False)
 
 
 def draw_agreement(axes: Axes, alike: dict[tuple[str, int], np.ndarray]) -> None:
     for (kind, round), values in alike.items():
         look = {'color': COLORS[kind == 'Dirichlet'], 'fmt': 's--' if round == 1 else 'o-', 'capsize': 3}
         axes.errorbar([*LAYERS.values()], values.mean(0), values.std(0), label=f'{kind}, round {round}', **look)
-    axes.set(title='(b) CKA between local models', ylim=(0, 1.03))
+    axes.set(title='(b) How alike local models are', ylabel='CKA, mean over pairs of clients', ylim=(0, 1.03))
+    axes.set_xlabel('layer')
     axes.legend(frameon=False, fontsize=9)
 
 
 def draw_samples(axes: Axes, sweep: np.ndarray, oracle: np.ndarray) -> None:
     """Accuracies `sweep [S, numbers of samples]` over SAMPLES, of which the first is 0."""
     place = np.arange(1, len(SAMPLES))  # evenly, so that small numbers stand apart
-    axes.axhline(oracle.mean(), color=COLORS[2], linestyle='--', label='oracle: real features of all clients')
+    axes.axhline(oracle.mean(), color=COLORS[2], linestyle='--', label='oracle: real features of all clients, mean')
     values = sweep[:, 1:]
     axes.errorbar(place, values.mean(0), values.std(0), fmt='o-', capsize=3, color=COLORS[0], label='CCVR')
-    axes.axhline(sweep[:, 0].mean(), color='#808080', linestyle=':', label='FedAvg as it is')
+    axes.axhline(sweep[:, 0].mean(), color='#808080', linestyle=':', label='FedAvg as it is, mean')
     axes.set_xticks(place, labels=[str(m) for m in SAMPLES[1:]])
     axes.set(title='(c) Accuracy after calibration', ylabel='test accuracy [%]', xlabel='virtual features M of a class')
     axes.legend(frameon=False, fontsize=9, loc='lower right', bbox_to_anchor=(1, 0.08))
@@ -211,10 +213,11 @@ def draw_gains(axes: Axes, gains: dict[str, Gain]) -> None:
     for (name, seen), color, marker in zip(gains.items(), COLORS, 'osD^v', strict=False):
         axes.scatter(seen.distance, seen.after - seen.before, color=color, marker=marker, s=36, label=name)
     axes.axhline(0, color='#808080', linewidth=0.8)
-    axes.set(title=f'(d) Gain of CCVR, M = {USUAL}', ylabel='points of accuracy', xlabel='distance of classes')
+    axes.set(title=f'(d) Gain of CCVR, M = {USUAL}', ylabel='points of accuracy gained')
+    axes.set_xlabel('distance of classes (mean sliced Wasserstein)')
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.35 * (high - low))  # room for the legend
-    axes.legend(frameon=False, fontsize=9, loc='upper center', ncols=2)
+    axes.legend(frameon=False, fontsize=8, loc='upper center', ncols=2, columnspacing=1.0, handletextpad=0.2)
 
 
 def spread(values: np.ndarray, digits: int = 1) -> str:
@@ -280,11 +283,12 @@ def main() -> None:
     print(f'Over all of these, distance correlates with accuracy before: {correlation(far, before):.2f}, '
           f'after: {correlation(far, after):.2f}, with the gain: {correlation(far, after - before):.2f}')  # fmt: skip
 
-    figure = Figure(figsize=(13.5, 6.6), layout='constrained')
+    figure = Figure(figsize=(13.5, 6.9), layout='constrained', facecolor='white')
     top, bottom = figure.subplots(2, 3, height_ratios=(0.8, 1))
-    draw_matrix(figure, top[0], np.asarray(skewed[0].counts), '(a) Examples held, Dirichlet', gamma=0.5)
-    for axes, round in zip(top[1:], (1, last), strict=True):
-        draw_matrix(figure, axes, norms(runs['Dirichlet'][0][round]), f'(a) Length of class vectors, round {round}')
+    draw_matrix(figure, top[0], np.asarray(skewed[0].counts), '(a1) What clients hold', 'examples', gamma=0.5)
+    for i, (axes, round) in enumerate(zip(top[1:], (1, last), strict=True), 2):
+        title = f'(a{i}) Their classifiers, round {round}'
+        draw_matrix(figure, axes, norms(runs['Dirichlet'][0][round]), title, 'length of class vector')
     draw_agreement(bottom[0], alike)
     draw_samples(bottom[1], sweep, oracle)
     draw_gains(bottom[2], gains)
@@ -292,8 +296,13 @@ def main() -> None:
         axes.grid(color='#e4e4e4', linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[['top', 'right']].set_visible(False)
+    figure.supxlabel(
+        f'(a): the first of {args.seeds} seeds, Dirichlet({ALPHA}). (b), (c): means over {args.seeds} seeds; bars: one '
+        'standard deviation to either side. (d): one mark for each seed.',
+        fontsize=9,
+    )
     args.out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.out / 'ccvr.png', dpi=100)
+    plots.save(figure, args.out / 'ccvr.png', dpi=100)
     print(f'\nPicture: {args.out / "ccvr.png"}')
 
 

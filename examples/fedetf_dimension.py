@@ -6,7 +6,7 @@ The projection maps features to d dimensions, in which the simplex ETF of C clas
 do. For each d: accuracy of the general model on the test set, and NC2 error, the mean gap between the cosines of
 centred class means and those of a simplex ETF, before the projection and after it, as means of the last five rounds.
 
-Needs no network. Prints a table and writes fedetf_dimension.png.
+Needs no network. Prints a table and writes fedetf_dimension.png; fedetf_dimension-dark.png is the same for dark pages.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedjax_nc import data, evaluate, heads, local, models, simulate
+from fedjax_nc import data, evaluate, heads, local, models, plots, simulate
 from fedjax_nc.algorithms import fedetf
 from fedjax_nc.base import Array, FederatedData, State
 from fedjax_nc.metrics import collapse
@@ -74,7 +74,7 @@ def populations(digits: data.Dataset, seeds: int) -> list[FederatedData]:
 
 def draw(results: dict[int, Measured]) -> Figure:
     """Accuracy and NC2 error over the dimension, with a bar of one standard deviation to either side."""
-    figure = Figure(figsize=(8.4, 3.4), layout='constrained')
+    figure = Figure(figsize=(8.4, 3.7), layout='constrained', facecolor='white')
     left, right = figure.subplots(1, 2)
     dims = list(results)
     for axes, field, label, look, shift in (
@@ -88,6 +88,8 @@ def draw(results: dict[int, Measured]) -> Figure:
     left.set(ylabel='test accuracy [%]', title='General model')
     right.set(ylabel='NC2 error of class means', title='0 would be a simplex ETF', ylim=(0, None))
     right.legend(frameon=False, loc='lower right')
+    seeds = len(results[dims[0]].accuracy)
+    figure.supxlabel(f'Marks: means over {seeds} seeds; bars: one standard deviation to either side.', fontsize=8)
     for axes in (left, right):
         axes.set_xticks(np.arange(len(dims)), labels=[str(d) for d in dims])
         axes.set(xlabel='dimensions d of the ETF')
@@ -133,7 +135,7 @@ def main() -> None:
               f'{before.std():.3f}{after.mean():16.3f} ± {after.std():.3f}', flush=True)  # fmt: skip
 
     args.out.mkdir(parents=True, exist_ok=True)
-    draw(results).savefig(args.out / 'fedetf_dimension.png', dpi=120)
+    plots.save(draw(results), args.out / 'fedetf_dimension.png', dpi=120)
     print(f'\nPicture: {args.out / "fedetf_dimension.png"}')
 
 

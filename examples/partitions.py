@@ -1,4 +1,6 @@
-"""A picture of every partition and feature skew, on handwritten digits: those of docs/partitions.md.
+"""A picture of every partition and feature skew, on handwritten digits: those of docs/guides/partitions.md.
+
+Each as NAME.png and, for dark pages, NAME-dark.png.
 
 python examples/partitions.py --out examples/partitions
 """
@@ -55,7 +57,7 @@ def seen(digits: data.Dataset) -> dict[str, dict[str, np.ndarray]]:
 
 
 def main(argv: list[str] | None = None) -> list[Path]:
-    """Draws all pictures and returns their paths."""
+    """Draws all pictures and returns their paths, light ones before dark ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, default=Path('examples/partitions'), help='folder of the pictures')
     out = parser.parse_args(argv).out
@@ -65,11 +67,12 @@ def main(argv: list[str] | None = None) -> list[Path]:
         for name, (d, parts) in counted(digits).items()
     }
     figures |= {name: plots.example_tiles(rows) for name, rows in seen(digits).items()}
+    figures |= {f'{name}-dark': plots.dark(figure) for name, figure in figures.items()}
     out.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         drawn = io.BytesIO()
         figure.savefig(drawn, dpi=100)
-        Image.open(drawn).convert('RGB').quantize(64).save(out / f'{name}.png', optimize=True)  # half as large
+        Image.open(drawn).convert('RGB').quantize(128).save(out / f'{name}.png', optimize=True)  # half as large
     return [out / f'{name}.png' for name in figures]
 
 

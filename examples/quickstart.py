@@ -2,7 +2,7 @@
 
     python examples/quickstart.py [--seeds 3] [--rounds 30] [--out runs/quickstart]
 
-Needs no network. Prints a table and writes accuracy.png and clients.png.
+Needs no network. Prints a table and writes accuracy.png and clients.png, and the same for dark pages, NAME-dark.png.
 """
 
 import argparse
@@ -84,10 +84,10 @@ def main() -> None:
         for name, label in (('fedetf', 'FedETF'), ('fedavg', 'FedAvg'))
     }
     title = f'Handwritten digits, {CLIENTS} clients, Dirichlet({ALPHA}), {COHORT} a round'
-    plots.accuracy_curves(curves, title=title).savefig(args.out / 'accuracy.png', dpi=150)
+    plots.save(plots.accuracy_curves(curves, title=title), args.out / 'accuracy.png', dpi=150)
     parts = data.dirichlet(digits.y_train, CLIENTS, ALPHA, seed=0)
     federated = data.federate(digits.x_train, digits.y_train, parts, digits.num_classes)
-    plots.class_distribution(federated).savefig(args.out / 'clients.png', dpi=150)
+    plots.save(plots.class_distribution(federated), args.out / 'clients.png', dpi=150)
     print(f'\nPictures: {args.out / "accuracy.png"}, {args.out / "clients.png"}')
 
 

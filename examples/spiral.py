@@ -8,7 +8,7 @@ in. Then the data are spread over 100 clients. Under a uniform head local work l
 all clients; under a free head it does not, and the average of their models suffers. (Clients use FedNH's optimizer;
 without its momentum steps are small enough for either head.)
 
-Needs no network. Prints three tables and writes spiral.png and spiral_federated.png.
+Needs no network. Prints three tables and writes spiral.png and spiral_federated.png, and the same for dark pages.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedjax_nc import data, evaluate, frames, heads, local, losses, models, simulate
+from fedjax_nc import data, evaluate, frames, heads, local, losses, models, plots, simulate
 from fedjax_nc.algorithms import fedavg, latest
-from fedjax_nc.base import Array, Batch, FederatedData, Objective, Variables
+from fedjax_nc.base import Array, Batch, FederatedData, Head, Objective, Variables
 from fedjax_nc.metrics import similarity
 from fedjax_nc.models import layers
 from fedjax_nc.objective import objective, transformed
@@ -35,7 +35,10 @@ SIZES = {'balanced': (3000,) * CLASSES, 'imbalanced': (3000, 1500, 750, 375, 187
 HEADS = {
     'free': heads.linear(bias=False),
     'uniform': heads.prototypes(scale=1.0, learn_scale=False, init=frames.uniform),
-    'uniform, raw features': heads.etf(project=False, unit_features=False, learn_scale=False, frame=frames.uniform),
+    'uniform, raw features': Head(
+        init=lambda key, dim, classes: ({}, {'v': frames.uniform(key, dim, classes)}),
+        logits=lambda params, fixed, z: heads.product(z, fixed['v']),
+    ),
 }
 CENTRAL_OPT = local.sgd(0.1, momentum=0.9, weight_decay=1e-5, decay=0.99)
 CLIENTS, COHORT, ALPHA = 100, 10, 0.3
@@ -160,8 +163,9 @@ def features(v: Variables, x: Array | np.ndarray) -> np.ndarray:
     return np.asarray(task_of('free').features(v, Batch(jnp.asarray(x)))[0])
 
 
-def picture(rows: int, columns: int) -> tuple[Figure, np.ndarray]:
-    figure = Figure(figsize=(3 * columns + 1.0, 3 * rows + 0.4), layout='constrained')
+def picture(rows: int, columns: int, note: str) -> tuple[Figure, np.ndarray]:
+    figure = Figure(figsize=(3 * columns + 1.0, 3 * rows + 0.7), layout='constrained', facecolor='white')
+    figure.supxlabel(note, fontsize=8)
     dots = [Line2D([], [], marker='o', linestyle='', color=color, label=str(c)) for c, color in enumerate(COLORS)]
     figure.legend(handles=dots, title='class', loc='outside right center', frameon=False)
     return figure, figure.subplots(rows, columns)
@@ -169,7 +173,11 @@ def picture(rows: int, columns: int) -> tuple[Figure, np.ndarray]:
 
 def draw_central(cases: dict[str, Central], sizes: dict[str, tuple[int, ...]]) -> Figure:
     """Data, and the first seed's test features under both heads."""
-    figure, axes = picture(len(sizes), 3)
+    note = (
+        'Arrows: class vectors. Dots: training data on the left, features of test data elsewhere, of the first seed,\n'
+        'every class on a scale of its own (only directions decide).'
+    )
+    figure, axes = picture(len(sizes), 3, note)
     x_test, y_test = data.spiral(1, (TEST,) * CLASSES)
     for i, (kind, number) in enumerate(sizes.items()):
         x, y = data.spiral(0, number)
@@ -185,7 +193,11 @@ def draw_central(cases: dict[str, Central], sizes: dict[str, tuple[int, ...]]) -
 
 def draw_federated(runs: dict[str, Federated]) -> Figure:
     """Features of their own examples on the two clients that share most classes."""
-    figure, axes = picture(len(runs), 2)
+    note = (
+        "Arrows: class vectors after local training. Dots: features of a client's own examples,\n"
+        'every class on a scale of its own (only directions decide). The median seed.'
+    )
+    figure, axes = picture(len(runs), 2, note)
     clients = next(iter(runs.values())).clients
     held = np.asarray(clients.counts)
     shared = np.minimum(held[:, None], held).clip(max=20).sum(axis=-1)
@@ -252,10 +264,9 @@ def main() -> None:
     usual = np.argsort([run.agreement for run in runs['free']])[args.seeds // 2]  # the median seed is drawn
 
     args.out.mkdir(parents=True, exist_ok=True)
-    draw_central(cases, sizes).savefig(args.out / 'spiral.png', dpi=100)
-    draw_federated({name: many[usual] for name, many in runs.items()}).savefig(
-        args.out / 'spiral_federated.png', dpi=100
-    )
+    plots.save(draw_central(cases, sizes), args.out / 'spiral.png', dpi=100)
+    federated_runs = {name: many[usual] for name, many in runs.items()}
+    plots.save(draw_federated(federated_runs), args.out / 'spiral_federated.png', dpi=100)
     print(f'\nPictures: {args.out / "spiral.png"}, {args.out / "spiral_federated.png"}')
 
 

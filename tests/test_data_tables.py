@@ -253,6 +253,7 @@ def test_a_run_on_a_saved_directory(hub, tmp_path):
         ({'features': 'writer_id'}, "'writer_id' must hold images or arrays"),
         ({'features': ['writer_id']}, "'writer_id' holds no numbers"),
         ({'size': 0}, '`size` must be'),
+        ({'channels': 2}, '`channels` must be 3 or 1'),
         ({'label': 'image'}, "'image' must hold whole numbers or words"),
     ],
 )
