@@ -1,6 +1,6 @@
 """Installs a built wheel in a fresh environment outside of the repository and uses it there as a stranger would.
 
-    python .ci/check_wheel.py dist/*.whl --python python3.13 --jax 0.12.0
+python .ci/check_wheel.py dist/*.whl --python python3.13 --jax 0.12.0
 """
 
 import argparse

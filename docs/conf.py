@@ -59,7 +59,6 @@ python_maximum_signature_line_length = 100
 copybutton_exclude = '.linenos, .gp, .go'
 
 
-
 def _bring_notebooks() -> None:
     """The notebooks stand beside the examples; Sphinx reads only what is below this folder."""
     shelf = HERE / 'notebooks'

@@ -430,7 +430,7 @@ def gap(w: np.ndarray, groups: Groups) -> semantics.SemanticGap:
 
 def draw_semantics(found: dict[str, tuple[np.ndarray, float]], groups: Groups) -> Figure:
     """Cosines of class vectors less their mean, super-class by super-class, with a box around each."""
-    figure, (row,) = panels(len(found), 5.6 * len(found) + 1.0, 6.2)
+    figure, (row,) = panels(len(found), 5.6 * len(found) + 1.0, 6.6)
     (first, _), *_ = found.values()
     inside = [c for members in groups.values() for c in members]
     others = [c for c in range(len(first)) if c not in inside]
@@ -505,7 +505,8 @@ def main(argv: list[str] | None = None) -> list[Path]:
     drawn = MAKERS[args.figure](args)
     paths = [path for name, figure in drawn.items() for path in plots.save(figure, args.out / f'{name}.png', dpi=100)]
     for path in paths:
-        Image.open(path).convert('RGB').quantize(256).save(path, optimize=True)  # a third as large
+        if path.stat().st_size > 200_000:
+            Image.open(path).convert('RGB').quantize(256).save(path, optimize=True)  # a third as large
     print(f'{time.monotonic() - begin:.0f} s, {time.process_time() - work:.0f} s of processor time')
     print(f'Pictures: {", ".join(map(str, paths))}')
     return paths

@@ -157,7 +157,7 @@ def alive(pid):
 
 
 def test_only_one_at_a_time(rows, tmp_path):
-    with rows.checkpoints.holding(tmp_path):
+    with rows._checkpoints.holding(tmp_path):
         call = [sys.executable, str(BENCHMARKS / 'accelerator.py'), '--out', str(tmp_path)]
         done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert done.returncode == 1
