@@ -27,7 +27,6 @@ extensions = [
 
 html_theme = 'sphinx_book_theme'
 html_title = 'fedjax_nc'
-html_static_path = ['_static']
 html_theme_options = {
     'show_navbar_depth': 1,
     'show_toc_level': 2,
