@@ -1,0 +1,245 @@
+"""Messages that are summed unseen, by Flower's SecAgg+.
+
+SecAgg+: Secure Single-Server Aggregation with (Poly)Logarithmic Overhead.
+Bell, Bonawitz, Gascon, Lepoint, Raykova. CCS 2020. https://eprint.iacr.org/2020/704
+
+What every aggregator but a stacked one makes of a site's message is a summand (`Aggregator.partial`). All its entries
+go as one vector, each divided by what a message of ones from the largest site would give there, so that one limit holds
+for all of them. Masks, shares of keys and their removal are Flower's; here is what it is given, and what a site refuses
+to do for a server that asks for less than was agreed on.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.client.mod import secaggplus_mod
+from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+from flwr.compat.common import recorddict_compat
+from flwr.server import LegacyContext
+from flwr.server.strategy import FedAvg
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
+from flwr.server.workflow.constant import Key as WorkflowKey
+from flwr.serverapp import Grid
+
+from fedjax_nc import tree
+from fedjax_nc.base import Tree
+from fedjax_nc.flower import _plan, _wire
+from fedjax_nc.flower._plan import Agreement, Secure
+
+MODULUS = 2**32  #: masks and sums are taken modulo this
+
+
+def vector(agreed: Agreement, number: int, message: Tree, size: int, largest: int) -> np.ndarray:
+    """A site's summand as one vector [n] float64, each entry at most `limit` in absolute value.
+
+    Args:
+      agreed: by all.
+      number: of the phase.
+      message: the site's.
+      size: examples of the site.
+      largest: examples of the largest site.
+
+    Raises:
+      ValueError: if an entry lies beyond the limit, or is NaN.
+    """
+    assert agreed.secure is not None
+    summand = jax.device_get(_partial(agreed, number, message, size))
+    parts = []
+    for (name, u), unit in zip(tree.by_path(summand).items(), units(agreed, number, message, largest), strict=True):
+        scaled = np.asarray(u, np.float64).reshape(-1) / unit
+        most = float(np.max(np.abs(scaled), initial=0.0))
+        if not most <= agreed.secure.limit:
+            raise ValueError(
+                f'{name} goes to {most:.3g} and the limit of secure aggregation is {agreed.secure.limit:g}: agree on a '
+                'higher one, or limit messages by privacy.private'
+            )
+        parts.append(scaled)
+    return np.concatenate(parts)
+
+
+def unpacked(agreed: Agreement, number: int, summed: np.ndarray, kinds: Tree, largest: int) -> Tree:
+    """The sum of summands, float32, from the sum of their vectors; `kinds` are shapes of a message."""
+    shapes = _plan.partial_shapes(agreed.phases[number].algorithm, kinds, 1)
+    leaves, at = [], 0
+    for like, unit in zip(jax.tree.leaves(shapes), units(agreed, number, kinds, largest), strict=True):
+        count = int(np.prod(like.shape))
+        leaves.append(jnp.asarray((summed[at : at + count] * unit).reshape(like.shape), like.dtype))
+        at += count
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def length(agreed: Agreement, number: int, kinds: Tree) -> int:
+    """Entries of a vector."""
+    shapes = _plan.partial_shapes(agreed.phases[number].algorithm, kinds, 1)
+    return sum(int(np.prod(u.shape)) for u in jax.tree.leaves(shapes))
+
+
+def units(agreed: Agreement, number: int, kinds: Tree, largest: int) -> list[float]:
+    """For each leaf of a summand, what a message of ones from the largest site gives there."""
+    ones = jax.tree.map(lambda u: jnp.ones(u.shape, u.dtype), kinds)
+    summand = jax.device_get(_partial(agreed, number, ones, largest))
+    return [float(np.max(np.abs(u), initial=0.0)) or 1.0 for u in jax.tree.leaves(summand)]
+
+
+def _partial(agreed: Agreement, number: int, message: Tree, size: int) -> Tree:
+    rows = jax.tree.map(lambda u: jnp.asarray(u)[None], message)
+    aggregate = agreed.phases[number].algorithm.aggregate
+    return aggregate.partial(rows, jnp.full(1, size, jnp.float32), jnp.zeros(1, jnp.int32), 1)
+
+
+def mods(secure: Secure) -> list[Callable[..., Message]]:
+    """What a site does around its work: refuse settings that are not agreed on, then Flower's protocol."""
+
+    def guard(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        said = message.content.config_records.get(RECORD_KEY_CONFIGS)
+        if said is None:
+            raise _wire.WireError('the server asks for a masked message without the protocol of SecAgg+')
+        if said.get(Key.STAGE) == Stage.SETUP:
+            _agreed_settings(said, secure)
+        elif said.get(Key.STAGE) == Stage.SHARE_KEYS and len(said) - 1 < secure.least:  # one of them is the stage
+            raise _wire.WireError(f'the server names {len(said) - 1} sites, and a sum is of {secure.least} at least')
+        elif said.get(Key.STAGE) == Stage.UNMASK:
+            there, gone = (set(said.get(k) or ()) for k in (Key.ACTIVE_NODE_ID_LIST, Key.DEAD_NODE_ID_LIST))  # type: ignore[arg-type]
+            if len(there) < secure.least or there & gone:
+                raise _wire.WireError(
+                    f'the server wants to see a sum of {len(there)} sites, of which {len(there & gone)} are said to be '
+                    f'gone, and {secure.least} at least was agreed on'
+                )
+        return call_next(message, context)
+
+    return [guard, secaggplus_mod]
+
+
+def _agreed_settings(said: ConfigRecord, secure: Secure) -> None:
+    sites = said.get(Key.SAMPLE_NUMBER)
+    if type(sites) is not int or sites < secure.least:
+        raise _wire.WireError(
+            f'the server wants a sum of {str(sites)[:20]} sites, and agreed are {secure.least} at least'
+        )
+    wanted = {
+        Key.SHARE_NUMBER: sites,
+        Key.THRESHOLD: threshold(secure, sites),
+        Key.CLIPPING_RANGE: float(secure.limit),
+        Key.TARGET_RANGE: secure.levels,
+        Key.MOD_RANGE: MODULUS,
+        Key.MAX_WEIGHT: 1.0,
+    }
+    for key, value in wanted.items():
+        if said.get(key) != value:
+            raise _wire.WireError(f'the server asks for {key} {str(said.get(key))[:20]}, and agreed is {value}')
+
+
+def threshold(secure: Secure, sites: int) -> int:
+    """How many of so many sites must stay to the end of a round, as Flower counts it."""
+    return max(round(secure.threshold * sites), 2)
+
+
+def answer(vector: np.ndarray) -> RecordDict:
+    """A vector as `secaggplus_mod` takes it, which masks it; each site counts once."""
+    result = FitRes(Status(Code.OK, ''), ndarrays_to_parameters([vector]), num_examples=1, metrics={})
+    return recorddict_compat.fitres_to_recorddict(result, keep_input=False)
+
+
+def largest(message: Message) -> int:
+    """Examples of the largest site, as the server says."""
+    said = message.content.config_records.get('secure')
+    value = said.get('largest') if said is not None else None
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise _wire.WireError('the server must say how many examples the largest site has')
+    return value
+
+
+def summed(
+    grid: Grid,
+    context: Context,
+    contents: dict[int, RecordDict],
+    secure: Secure,
+    round: int,
+    entries: int,
+    timeout: float,
+) -> tuple[np.ndarray, list[int]]:
+    """Runs the protocol once.
+
+    Args:
+      grid: of the server.
+      context: of the server.
+      contents: what each node is sent with the request for its message.
+      secure: the settings agreed on.
+      round: number of the round.
+      entries: of the vector.
+      timeout: seconds for each of the four stages.
+
+    Returns:
+      The sum [entries] float64 of the vectors of those who stayed, and their nodes.
+
+    Raises:
+      WireError: if there is none: too few stayed, or somebody sent what cannot be read.
+    """
+    if len(contents) < secure.least:
+        raise _wire.WireError(f'{len(contents)} sites are there, and a sum is of {secure.least} at least')
+    strategy = _Members(list(contents))
+    legacy = LegacyContext(context, strategy=strategy)
+    legacy.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({WorkflowKey.CURRENT_ROUND: round})
+    legacy.state.array_records[MAIN_PARAMS_RECORD] = recorddict_compat.parameters_to_arrayrecord(
+        Parameters([], ''), False
+    )
+    workflow = _Workflow(
+        1.0, secure.threshold, max_weight=1.0, clipping_range=float(secure.limit), quantization_range=secure.levels,
+        modulus_range=MODULUS, timeout=timeout,
+    )  # fmt: skip
+    workflow.contents = contents
+    try:
+        workflow(grid, legacy)
+    except Exception as error:  # Flower reads what sites send as it comes
+        raise _wire.WireError(f'a site sent what SecAgg+ cannot read: {str(error)[:200]}') from error
+    if strategy.mean is None:
+        raise _wire.WireError(
+            f'fewer than {threshold(secure, len(contents))} of {len(contents)} sites stayed to the end'
+        )
+    if len(strategy.stayed) < secure.least:
+        raise _wire.WireError(f'{len(strategy.stayed)} sites stayed, and a sum is of {secure.least} at least')
+    if strategy.mean.shape != (entries,) or not np.isfinite(strategy.mean).all():
+        raise _wire.WireError(f'the sum has the shape {strategy.mean.shape} and not {(entries,)}, or is not finite')
+    return strategy.mean * len(strategy.stayed), strategy.stayed
+
+
+class _Workflow(SecAggPlusWorkflow):
+    """Flower's protocol with contents that are not its own."""
+
+    contents: dict[int, RecordDict]
+
+    def setup_stage(self, grid: Grid, context: LegacyContext, state: Any) -> bool:
+        going = super().setup_stage(grid, context, state)
+        state.nid_to_fitins = dict(self.contents)
+        return going
+
+
+class _Node:
+    """A site, as Flower's protocol looks at it."""
+
+    def __init__(self, node: int) -> None:
+        self.node_id = node
+
+
+class _Members(FedAvg):
+    """Names the sites of a round, and takes what the protocol has made of them."""
+
+    def __init__(self, nodes: list[int]) -> None:
+        super().__init__()
+        self.nodes = nodes
+        self.mean: np.ndarray | None = None
+        self.stayed: list[int] = []
+
+    def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> Any:
+        return [(_Node(node), FitIns(Parameters([], ''), {})) for node in self.nodes]
+
+    def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> tuple[None, dict[str, Any]]:
+        self.stayed = [proxy.node_id for proxy, _ in results]
+        self.mean = parameters_to_ndarrays(results[0][1].parameters)[0]
+        return None, {}

@@ -1,0 +1,566 @@
+"""The server: whom it asks, what it accepts of what comes back, and the step that simulation takes."""
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp import Grid, ServerApp
+
+import fedjax_nc
+from fedjax_nc import _checkpoints, checks, saving, simulate
+from fedjax_nc._checkpoints import Row
+from fedjax_nc._progress import Progress
+from fedjax_nc.base import Aggregate, Array, Info, Shard, State, Tree
+from fedjax_nc.flower import _plan, _secure, _wire
+from fedjax_nc.flower._plan import Agreement, Phase
+from fedjax_nc.training import DivergedError
+
+POLL = 0.1  # seconds between two looks at what has come
+HELLO = 30.0  # seconds at most that a new node has to say who it is
+
+
+class Patience(NamedTuple):
+    """How long a server waits, in seconds."""
+
+    round: float = 600.0  #: for the sites of a round
+    rest: float | None = None  #: for the others, once `least` sites have answered; None: as long as `round`
+    start: float = 600.0  #: for all sites at the beginning, and for `least` of them later
+
+
+def server_app(
+    agreed: Agreement,
+    out: str | Path | Callable[[Context], str | Path],
+    *,
+    least: int = 1,
+    patience: Patience = Patience(),  # noqa: B008
+    nodes: Mapping[int, int] | None = None,
+    most: float = _wire.MOST,
+    measure: Callable[[int, State], Mapping[str, float]] | None = None,
+    evaluate_every: int | None = None,
+    on_round: Callable[[str, Row, State], None] | None = None,
+    progress: bool = True,
+) -> ServerApp:
+    """The Flower server of a consortium.
+
+    Each round asks its cohort, drawn as in simulation, and goes on with those that answer in time and as they must; the
+    others are nobody, as in `simulate.make_round`. What sites send is added up in the order in which simulation adds
+    it, whenever it came. Everything is on disk after every round: started again with the same agreement and directory,
+    the server goes on where it was.
+
+    Args:
+      agreed: what all have in common.
+      out: directory of the run, or a function that finds it in Flower's context. It gets `sites.json`, and a folder for
+        each phase: checkpoints and tables, as those of `training.run`, `sites.jsonl`, whose messages counted in which
+        round, and `model.safetensors` at the end.
+      least: sites that must have answered for a round to count; it is asked again otherwise. With `agreed.secure` its
+        own `least` holds, too.
+      patience: how long to wait.
+      nodes: from Flower's node ids, as `flwr supernode list` tells them, to the numbers of sites. By default the first
+        node that says that it is a site is that site, which suits those who trust each other.
+      most: largest absolute value in a message that passes.
+      measure: from the number of a phase and its state, whose `clients` are (), to further numbers of a row.
+      evaluate_every: rounds after which sites test the model on tests of their own: 'accuracy' is the generic model's
+        and 'personal_accuracy' that of their own ones, over all examples. After the last round of a phase they always
+        do, and keep the model; see `client_app`.
+      on_round: called with a phase's name, a row and the state, as above, after they are on disk.
+      progress: whether to say how far it is.
+
+    Returns:
+      The app, for `[tool.flwr.app.components]`. Its rows hold `round`, `loss` (not with secure aggregation), `sites`
+      that answered, `asked`, `refused` (what they sent was not taken), `bytes_up`, `bytes_down`, `seconds`.
+
+    Raises:
+      ValueError: for an agreement that cannot be carried out. The running app raises RuntimeError if fewer than `least`
+        sites answer for `patience.start` seconds, `training.DivergedError` if the server's state is not finite, and
+        ValueError or `training.CheckpointError` if `out` belongs to another run.
+    """
+    kinds = _plan.checked(agreed)
+    checks.kind('patience', patience, Patience)
+    for name, seconds in patience._asdict().items():
+        if seconds is not None:
+            checks.number(name, seconds)
+    checks.whole('least', least)
+    checks.number('most', most, open_low=True)
+    if evaluate_every is not None:
+        checks.whole('evaluate_every', evaluate_every)
+    if nodes is not None and sorted(nodes.values()) != sorted(set(nodes.values()) & set(range(agreed.clients))):
+        raise ValueError(f'nodes must name sites 0 to {agreed.clients - 1}, each once')
+    if agreed.secure is not None:
+        least = max(least, agreed.secure.least)
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        folder = Path(out(context) if callable(out) else out)
+        with _checkpoints.holding(folder):
+            sites = Sites(grid, agreed, folder / 'sites.json', nodes)
+            server = Server(grid, context, agreed, kinds, sites, patience, least, most)
+            sites.gather(least, patience.start)
+            run(server, folder, measure, evaluate_every, on_round, progress)
+
+    return app
+
+
+def run(
+    server: 'Server',
+    out: Path,
+    measure: Callable[[int, State], Mapping[str, float]] | None,
+    evaluate_every: int | None,
+    on_round: Callable[[str, Row, State], None] | None,
+    progress: bool,
+) -> None:
+    """All phases, from the beginning or from the newest checkpoint."""
+    agreed = server.agreed
+    begun: list[tuple[Tree, Tree]] = []
+    counted: list[np.ndarray] = []
+    for number, phase in enumerate(agreed.phases):
+        state, begin = server.begin(number, begun[-1][1] if begun else None)
+        accepted = np.zeros(agreed.clients, np.int32)
+        folder = f'{number}-{phase.name}'
+        files = _checkpoints.Files(out / folder, {'agreement': server.name})
+        history, held = files.restore(State(state, jnp.asarray(accepted)), phase.key)
+        state, accepted = held.server, np.array(held.clients)
+        begun.append((begin, state))
+        counted.append(accepted)
+        first = len(history)
+        step = server.step(number)
+        with Progress(phase.name, first, phase.rounds, show=progress) as bar:
+            failing = time.monotonic()
+            while len(history) < phase.rounds:
+                t, began = len(history), time.monotonic()
+                server.sites.greet(HELLO)
+                key = jax.random.fold_in(phase.key, t)
+                asking = Asking(number, t + 1, key, state, [b for b, _ in begun], counted)
+                answers = server.ask(asking)
+                if answers.missing:
+                    if time.monotonic() - failing > server.patience.start:
+                        raise RuntimeError(f'round {t + 1} of {phase.name}: {answers.missing}')
+                    warnings.warn(f'round {t + 1} of {phase.name} is asked for again: {answers.missing}', stacklevel=2)
+                    time.sleep(min(1.0, server.patience.start / 10))
+                    continue
+                after, loss, finite = step(key, state, answers)
+                if not finite:
+                    raise DivergedError(
+                        f'round {t + 1} of {phase.name} left the server not finite, and is not kept: messages are too '
+                        'large to be added up. Begin a new run with a lower rate, or with `most` in server_app'
+                    )
+                accepted[answers.there] = t + 1
+                state = after
+                begun[-1] = begin, state
+                row: Row = {'round': t + 1, **loss, **answers.told, 'seconds': time.monotonic() - began}
+                if measure is not None:
+                    row |= {name: float(u) for name, u in measure(number, State(state, ())).items()}
+                if t + 1 == phase.rounds or (evaluate_every is not None and (t + 1) % evaluate_every == 0):
+                    row |= server.tested(asking._replace(round=t + 2, server=state))
+                history.append(row)
+                files.log([row])
+                with (out / folder / 'sites.jsonl').open(
+                    'a'
+                ) as file:  # of a round that is done again the last one holds
+                    file.write(json.dumps({'round': t + 1, 'sites': answers.there}) + '\n')
+                files.save(t + 1, State(state, jnp.asarray(accepted)), phase.key, history)
+                failing = time.monotonic()
+                if on_round is not None:
+                    on_round(phase.name, row, State(state, ()))
+                bar.at(t + 1, _shown(row))
+            if first == phase.rounds:  # for sites that were away at the end
+                server.tested(Asking(number, first + 1, phase.key, state, [b for b, _ in begun], counted))
+        model = out / folder / 'model.safetensors'
+        saving.save(model, phase.algorithm, State(state, ()), _plan.blank(agreed, server.sites.sizes))
+
+
+def _shown(row: Row) -> str:
+    text = [f'{row["sites"]:.0f} of {row["asked"]:.0f} sites']
+    text += [f'{name} {row[name]:.3f}' for name in ('loss', 'accuracy') if name in row]
+    return ', '.join([*text, f'{row["seconds"]:.1f} s'])
+
+
+class Sites:
+    """Who is there: the node of each site, and how many examples it holds, which a restarted server knows again.
+
+    Attributes:
+      node: from the number of a site to its node, of those that are there.
+      sizes: [K] examples; 0 for a site that has never been there.
+      first: [K], those at the beginning, which first states may depend on.
+    """
+
+    def __init__(self, grid: Grid, agreed: Agreement, path: Path, nodes: Mapping[int, int] | None) -> None:
+        self.grid, self.clients, self.path, self.nodes = grid, agreed.clients, path, nodes
+        self.name = _plan.fingerprint(agreed)
+        self.node: dict[int, int] = {}
+        self.met: set[int] = set()
+        self.sizes, self.first = np.zeros(agreed.clients, np.int64), None
+        if path.exists():
+            held = json.loads(path.read_text())
+            if held['agreement'] != self.name:
+                raise ValueError(f'{path.parent} holds a run of another agreement: choose another directory')
+            self.sizes, self.first = np.asarray(held['sizes']), np.asarray(held['first'])
+
+    def gather(self, least: int, seconds: float) -> None:
+        """Waits for all sites, or so long; then `least` must be there."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.greet(min(HELLO, seconds))
+            if len(self.node) == self.clients or time.monotonic() > deadline:
+                break
+            time.sleep(min(0.5, seconds / 10))
+        if len(self.node) < least:
+            raise RuntimeError(
+                f'{len(self.node)} of at least {least} sites said hello within {seconds:.0f} s: are they started, with '
+                'the same agreement and version?'
+            )
+        if self.first is None:
+            self.first = self.sizes.copy()
+        self.save()
+
+    def save(self) -> None:
+        first = self.sizes if self.first is None else self.first
+        text = json.dumps({'agreement': self.name, 'sizes': self.sizes.tolist(), 'first': first.tolist()})
+        _checkpoints.replace(self.path, text)
+
+    def greet(self, seconds: float) -> None:
+        """Forgets nodes that have gone, and asks new ones who they are."""
+        there = set(self.grid.get_node_ids())
+        self.node = {k: node for k, node in self.node.items() if node in there}
+        self.met &= there
+        new = sorted(there - self.met)
+        before = self.sizes.copy()
+        for reply in collect(self.grid, [_message('query.hello', node, RecordDict()) for node in new], seconds):
+            try:
+                self.know(reply)
+            except Exception as error:  # a site may send anything
+                warnings.warn(f'node {reply.metadata.src_node_id} takes no part: {_line(error)}', stacklevel=2)
+        if self.first is not None and (before != self.sizes).any():
+            self.save()
+
+    def know(self, reply: Message) -> None:
+        """Takes note of who answers.
+
+        Raises:
+          WireError: for a node that is none of the sites.
+        """
+        node = reply.metadata.src_node_id
+        if reply.has_error():
+            raise _wire.WireError(_fault(reply))
+        told = reply.content.config_records['told']
+        client, size = told.get('client'), told.get('size')
+        if type(client) is not int or not 0 <= client < self.clients:
+            raise _wire.WireError(f'it says that it is site {str(client)[:20]} of {self.clients}')
+        size = _whole(size)
+        if told.get('library') != fedjax_nc.__version__:
+            self.met.add(node)
+            raise _wire.WireError(
+                f'site {client} has version {str(told.get("library"))[:20]} of fedjax_nc, and the server '
+                f'{fedjax_nc.__version__}'
+            )
+        if told.get('agreement') != self.name:
+            self.met.add(node)
+            raise _wire.WireError(
+                f'site {client} has another agreement: another model, algorithm, key or number of rounds'
+            )
+        if self.nodes is not None and self.nodes.get(node) != client:
+            raise _wire.WireError(f'it says that it is site {client}, and it is {self.nodes.get(node, "none")}')
+        if self.node.get(client, node) != node:
+            raise _wire.WireError(f'it says that it is site {client}, which another node is')
+        if self.sizes[client] not in (0, size):
+            raise _wire.WireError(
+                f'site {client} began with {self.sizes[client]} examples and has {size} now: begin another run'
+            )
+        self.node[client], self.sizes[client] = node, size
+        self.met.add(node)
+
+
+class Asking(NamedTuple):
+    """What a server asks its sites in a round."""
+
+    number: int  #: of the phase
+    round: int  #: 1 is the first
+    key: Array  #: of the round
+    server: Tree  #: state
+    begun: list[Tree]  #: of each phase so far, what its sites' first states are made of
+    counted: list[np.ndarray]  #: of each phase so far, [K] the last round in which a site's message counted
+
+
+class Reply(NamedTuple):
+    """What a site sent, checked."""
+
+    message: Tree
+    info: Info
+
+
+class Answers(NamedTuple):
+    """What came of a round."""
+
+    ids: np.ndarray  #: [M], the cohort as it was drawn
+    there: list[int]  #: whose messages count
+    replies: dict[int, Reply]  #: where they can be seen
+    summed: Tree  #: where they cannot
+    told: Row
+    missing: str = ''  #: why the round cannot count
+
+
+class Server:
+    """What a server has at hand; its methods change nothing but `sites`."""
+
+    def __init__(
+        self, grid: Grid, context: Context, agreed: Agreement, kinds: list[_plan.Shapes], sites: Sites,
+        patience: Patience, least: int, most: float,
+    ) -> None:  # fmt: skip
+        self.grid, self.context, self.agreed, self.kinds, self.sites = grid, context, agreed, kinds, sites
+        self.patience, self.least, self.most = patience, least, most
+        self.name = sites.name
+
+    def begin(self, number: int, before: Tree) -> tuple[Tree, Tree]:
+        """The server's first state of a phase, and what its sites' first states are made of."""
+        phase = self.agreed.phases[number]
+        assert self.sites.first is not None
+        data = _plan.blank(self.agreed, self.sites.first)
+        if number == 0:
+            state = simulate.init(phase.algorithm, self.agreed.init_key, data).server
+            return state, state
+        kinds = self.kinds[number - 1].client
+        everybody = jax.tree.map(lambda u: _zeros((self.agreed.clients, *u.shape), u), kinds)
+        return phase.enter(phase.algorithm, phase.key, State(before, everybody), data).server, before
+
+    def unseen(self, number: int) -> bool:
+        """Whether the messages of a phase are summed unseen; there may be none."""
+        return self.agreed.secure is not None and bool(jax.tree.leaves(self.kinds[number].message))
+
+    def step(self, number: int) -> Callable[[Array, Tree, Answers], tuple[Tree, Row, bool]]:
+        """The end of a round: (key, state, answers) -> (state, its loss, whether it is finite)."""
+        phase, agreed = self.agreed.phases[number], self.agreed
+        seen, unseen = seen_step(phase), unseen_step(phase)
+
+        def step(key: Array, state: Tree, answers: Answers) -> tuple[Tree, Row, bool]:
+            data = _plan.blank(agreed, self.sites.sizes)
+            present = np.where(np.isin(answers.ids, answers.there), answers.ids, agreed.clients).astype(np.int32)
+            if answers.summed is not None:
+                new = unseen(key, state, data, jnp.asarray(present), answers.summed)
+                finite = all(
+                    bool(jnp.isfinite(u).all()) for u in jax.tree.leaves(new) if jnp.issubdtype(u.dtype, jnp.inexact)
+                )
+                return new, {}, finite
+            rows = stacked([answers.replies.get(int(k)) for k in answers.ids], self.kinds[number])
+            new, report = seen(key, state, data, jnp.asarray(present), rows)
+            return new, {'loss': float(report.loss)}, bool(report.finite)
+
+        return step
+
+    def ask(self, asking: Asking) -> Answers:
+        """Asks the cohort for a round."""
+        phase = self.agreed.phases[asking.number]
+        ids = np.asarray(simulate.choose(simulate.cohort_key(asking.key), self.agreed.clients, phase.cohort))
+        node = {int(k): self.sites.node[int(k)] for k in sorted(ids) if int(k) in self.sites.node}
+        contents = self.contents(asking, node, _wire.pack(jax.random.split(asking.key, 3)[1]))
+        sent = {k: _bytes(contents[k]) for k in node}
+        told: Row = {'sites': 0, 'asked': len(ids), 'refused': 0, 'bytes_up': 0, 'bytes_down': sum(sent.values())}
+        if self.unseen(asking.number):
+            return self.ask_unseen(asking, ids, node, contents, told)
+        messages = [_message('train.round', node[k], contents[k], f'{asking.number}-{asking.round}') for k in node]
+        whose, replies = {n: k for k, n in node.items()}, {}
+        for reply in collect(self.grid, messages, self.patience.round, self.least, self.patience.rest):
+            k = whose.get(reply.metadata.src_node_id)
+            try:
+                if k is None or k in replies:
+                    raise _wire.WireError(f'node {reply.metadata.src_node_id} was not asked')
+                replies[k] = self.read(reply, asking, k)
+                told['bytes_up'] += _bytes(reply.content)
+            except Exception as error:  # a site may send anything, and must not end the run
+                told['refused'] += 1
+                warnings.warn(f'round {asking.round}: {_line(error)}; the round goes on without it', stacklevel=2)
+        told['sites'] = len(replies)
+        enough = f'{len(replies)} of at least {self.least} sites answered' if len(replies) < self.least else ''
+        return Answers(ids, sorted(replies), replies, None, told, enough)
+
+    def ask_unseen(
+        self, asking: Asking, ids: np.ndarray, node: dict[int, int], contents: dict[int, RecordDict], told: Row
+    ) -> Answers:
+        """The same, of which the sum is all that is seen."""
+        secure, kinds = self.agreed.secure, self.kinds[asking.number].message
+        assert secure is not None
+        largest = int(self.sites.sizes.max())
+        for content in contents.values():
+            content['secure'] = ConfigRecord({'largest': largest})
+        entries = _secure.length(self.agreed, asking.number, kinds)
+        try:
+            vector, stayed = _secure.summed(
+                cast(Grid, Quick(self.grid)), self.context, {node[k]: contents[k] for k in node}, secure, asking.round,
+                entries, self.patience.round,
+            )  # fmt: skip
+        except _wire.WireError as error:
+            return Answers(ids, [], {}, None, told, _line(error))
+        there = sorted(k for k, n in node.items() if n in stayed)
+        told |= {'sites': len(there), 'bytes_up': 4 * entries * len(there)}  # masked numbers are 32 bits each
+        return Answers(ids, there, {}, _secure.unpacked(self.agreed, asking.number, vector, kinds, largest), told)
+
+    def contents(self, asking: Asking, node: dict[int, int], keys: Any) -> dict[int, RecordDict]:
+        """What each site is sent."""
+        state = _wire.pack(asking.server, half=self.agreed.half)
+        begun = [_wire.pack(tree) for tree in asking.begun]
+        out = {}
+        for k in node:
+            accepted = [int(rounds[k]) for rounds in asking.counted]
+            last = max((q for q, t in enumerate(accepted) if t), default=-1)
+            ask: dict[str, Any] = {
+                'phase': asking.number, 'round': asking.round, 'accepted': accepted,
+                'library': fedjax_nc.__version__, 'agreement': self.name,
+            }  # fmt: skip
+            missed: dict[str, Any] = {f'begin-{q}': begun[q] for q in range(last + 1, asking.number + 1)}
+            out[k] = RecordDict({'ask': ConfigRecord(ask), 'server': state, 'key': keys, **missed})
+        return out
+
+    def read(self, reply: Message, asking: Asking, k: int) -> Reply:
+        """What a site sent, checked.
+
+        Raises:
+          WireError: if it is not what it was asked for.
+        """
+        who, kinds = f'site {k}', self.kinds[asking.number]
+        if reply.has_error():
+            raise _wire.WireError(f'{who} answers with an error: {_fault(reply)}')
+        told = reply.content.config_records['told']
+        if (told.get('client'), told.get('phase'), told.get('round')) != (k, asking.number, asking.round):
+            raise _wire.WireError(f'{who} answers another question')
+        message, info = (reply.content.array_records[name] for name in ('message', 'info'))
+        return Reply(_wire.unpack(message, kinds.message, who, most=self.most), _wire.unpack(info, kinds.info, who))
+
+    def tested(self, asking: Asking) -> Row:
+        """What sites find on tests of their own."""
+        node = self.sites.node
+        contents = self.contents(asking, node, _wire.pack(asking.key))
+        messages = [_message('evaluate', n, contents[k]) for k, n in sorted(node.items())]
+        found = np.zeros(3, np.int64)
+        for reply in collect(self.grid, messages, self.patience.round, len(messages), self.patience.rest):
+            try:
+                if reply.has_error():
+                    raise _wire.WireError(_fault(reply))
+                told = reply.content.config_records['told']
+                examples, right, personal = (_whole(told.get(name)) for name in ('examples', 'right', 'right_personal'))
+                if max(right, personal) > examples:
+                    raise _wire.WireError(f'it has more right answers than {examples} examples')
+                found += (examples, right, personal)
+            except Exception as error:  # as above
+                node_id = reply.metadata.src_node_id
+                warnings.warn(f'the tests of node {node_id} do not count: {_line(error)}', stacklevel=2)
+        examples, right, personal = found.tolist()
+        if not examples:
+            return {}
+        row: Row = {'tested': examples, 'accuracy': right / examples}
+        if jax.tree.leaves(self.kinds[asking.number].client):
+            row['personal_accuracy'] = personal / examples
+        return row
+
+
+def seen_step(phase: Phase) -> Callable[..., tuple[Tree, simulate.Report]]:
+    """The end of a round by the code of simulation, whose clients here are what sites have sent.
+
+    Returns:
+      `(key, server, data, ids [M], replies [M, ...]) -> (server, report)`, compiled. `data` are those of `_plan.blank`;
+      `ids` hold K for those who sent nothing, whose rows are ignored.
+    """
+
+    def client(key: Array, server: Tree, held: Reply, shard: Shard) -> tuple[Tree, Tree, Info]:
+        return held, held.message, held.info
+
+    work = simulate.make_work(phase.algorithm._replace(client=client))
+
+    @jax.jit
+    def step(key: Array, server: Tree, data: Any, ids: Array, replies: Reply) -> tuple[Tree, simulate.Report]:
+        server, _, report = work(key, server, replies, data, ids, jnp.arange(len(ids)))
+        return server, report._replace(info=())
+
+    return step
+
+
+def unseen_step(phase: Phase) -> Callable[..., Tree]:
+    """The same from a sum of messages: `(key, server, data, ids [M], summed) -> server`, compiled."""
+
+    @jax.jit
+    def step(key: Array, server: Tree, data: Any, ids: Array, summed: Tree) -> Tree:
+        _, _, k_server = jax.random.split(key, 3)
+        weights = data.size.at[ids].get(mode='fill', fill_value=0).astype(jnp.float32)
+        value = phase.algorithm.aggregate.finish(summed)
+        aggregate = Aggregate(value, jnp.sum(weights), jnp.sum(jnp.sign(weights)), len(ids))
+        return phase.algorithm.server(k_server, server, aggregate)
+
+    return step
+
+
+def stacked(replies: list[Reply | None], kinds: _plan.Shapes) -> Reply:
+    """Replies with a leading axis; zeros for those who sent none."""
+    nothing = jax.tree.map(lambda u: _zeros(u.shape, u), Reply(kinds.message, kinds.info))
+    return jax.tree.map(lambda *u: jnp.stack(u), *[nothing if r is None else r for r in replies])
+
+
+def _zeros(shape: tuple[int, ...], like: Any) -> Array:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        bare = jax.eval_shape(_wire.plain, jax.ShapeDtypeStruct(shape, like.dtype))
+        return _wire.again(jnp.zeros(bare.shape, bare.dtype), like)
+    return jnp.zeros(shape, like.dtype)
+
+
+def collect(
+    grid: Grid, messages: list[Message], seconds: float, enough: int = 1, rest: float | None = None
+) -> list[Message]:
+    """Sends messages and takes the replies that come within so many seconds.
+
+    Once `enough` without an error are there, the others have `rest` seconds more.
+    """
+    if not messages:
+        return []
+    waiting, replies, fine = set(grid.push_messages(messages)), [], 0
+    deadline = time.monotonic() + seconds
+    while waiting and time.monotonic() < deadline:
+        for reply in grid.pull_messages(waiting):
+            waiting.discard(reply.metadata.reply_to_message_id)
+            replies.append(reply)
+            fine += not reply.has_error()
+            if fine == enough and rest is not None:
+                deadline = min(deadline, time.monotonic() + rest)
+        if waiting:
+            time.sleep(POLL)
+    return replies
+
+
+class Quick:
+    """A grid on which Flower's own protocols need not wait three seconds between two looks."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.grid, name)
+
+    def send_and_receive(self, messages: list[Message], *, timeout: float | None = None) -> list[Message]:
+        messages = list(messages)
+        return collect(self.grid, messages, 3600.0 if timeout is None else timeout, len(messages))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise _wire.WireError(f'{str(value)[:20]} is no number of examples')
+    return value
+
+
+def _message(kind: str, node: int, content: RecordDict, group: str = '') -> Message:
+    return Message(content, dst_node_id=node, message_type=kind, group_id=group)
+
+
+def _bytes(content: RecordDict) -> int:
+    """Of the arrays in a message."""
+    return sum(len(a.data) for record in content.array_records.values() for a in record.values())
+
+
+def _fault(reply: Message) -> str:
+    return _line(reply.error.reason or f'error {reply.error.code}')
+
+
+def _line(text: Any) -> str:
+    return ' '.join(str(text).split())[-300:]
