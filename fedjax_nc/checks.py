@@ -189,7 +189,7 @@ SUCH_AS = {
     FederatedData: 'FederatedData, such as data.federate(x, y, parts)',
     State: 'a State, such as simulate.init(algorithm, key, data)',
 }
-"""The types that `kind` knows, and how each is made."""
+"""How types are made, for messages."""
 
 
 def kind(name: str, value: Any, wanted: type) -> None:
@@ -198,14 +198,14 @@ def kind(name: str, value: Any, wanted: type) -> None:
     Args:
       name: what the caller calls it.
       value: anything.
-      wanted: a type of SUCH_AS.
+      wanted: the type; of those in SUCH_AS it is said how they are made.
 
     Raises:
       ValueError: for what is not of that type.
     """
     if not isinstance(value, wanted):
         given = type(value).__name__ if not isinstance(value, type) else f'the class {value.__name__}'
-        raise ValueError(f'{name} must be {SUCH_AS[wanted]}, not {given}')
+        raise ValueError(f'{name} must be {SUCH_AS.get(wanted, f"of the type {wanted.__name__}")}, not {given}')
 
 
 def optimizer(name: str, value: Any) -> None:

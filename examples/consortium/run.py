@@ -122,6 +122,7 @@ class Consortium:
                 self.running[name].wait(20)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.running[name].pid, signal.SIGKILL)
+            del self.running[name]
 
     def flwr(self, *arguments: str) -> str:
         """A command of Flower's, to its end."""
@@ -163,6 +164,17 @@ class Consortium:
             '--node-config', f'site={k} folder="{folder}"',
         ])  # fmt: skip
 
+    def revive(self) -> None:
+        """Starts sites again that have ended by themselves, as a service manager does.
+
+        Flower refuses a SuperNode that comes back before it was missed, which takes a minute, and the SuperNode ends.
+        """
+        for k in range(SITES):
+            ended = f'site-{k}' in self.running and self.running[f'site-{k}'].poll() is not None
+            if ended:
+                self.send(f'site-{k}', signal.SIGKILL)
+                self.start_site(k)
+
     def submit(self) -> str:
         """Begins, or goes on with, the run; the number that Flower gives it."""
         said = self.flwr('run', str(self.app), LINK, '-c', f'out="{self.run}"', '--format', 'json')
@@ -180,9 +192,16 @@ class Consortium:
 
     def took_part(self) -> list[list[int]]:
         """Whose messages counted in each round of training."""
+        return list({row['round']: row['sites'] for row in self._sites()}.values())
+
+    def begun_again(self) -> int:
+        """Rounds whose messages had come when the server was stopped, and were asked for again."""
+        found = self._sites()
+        return len(found) - len({row['round'] for row in found})
+
+    def _sites(self) -> list[dict[str, Any]]:
         path = self.run / '0-train' / 'sites.jsonl'
-        found = [json.loads(line) for line in path.read_text().splitlines()]
-        return list({row['round']: row['sites'] for row in found}.values())
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def close(self) -> None:
         for name in list(self.running):
@@ -230,6 +249,7 @@ def follow(consortium: Consortium, rounds: int, events: dict[int, Callable[[], s
                 print(f'  {events.pop(shown)()}', flush=True)
         if status.startswith('finished'):
             return status
+        consortium.revive()
         time.sleep(1)
 
 
@@ -307,9 +327,8 @@ def main() -> None:
         up, down = (sum(row[name] / row['sites'] for row in rows) / len(rows) for name in ('bytes_up', 'bytes_down'))
         took = sorted(row['seconds'] for row in rows)[len(rows) // 2]
         print(f'largest difference from the simulation of these {len(rows)} rounds: {difference(deployed, alone):.1e}')
-        print(
-            f'a round: {took:.1f} s here, {1000 * seconds:.1f} ms in simulation; {up:.0f} bytes up and {down:.0f} down a site'
-        )
+        print(f'a round: {took:.1f} s here, {1000 * seconds:.1f} ms in simulation')
+        print(f'a site in a round: {up:.0f} bytes up, {down:.0f} bytes down')
         where = consortium.out
         print(f'models: {where}/server/*/model.safetensors and {where}/site-*/*.safetensors')
 

@@ -2,7 +2,7 @@
 
 Flower carries messages, keeps lists of who is there, starts programs and knows who is who; what is computed is the
 algorithm's own, by the functions of simulation, with keys derived as there. A deployed run gives the model of
-`training.run` with the same keys and data, bit for bit where compilers add up alike.
+`training.run` with the same keys and data, up to what compilers round otherwise in one program than in several.
 
     phase = flower.Phase(algorithm, key, rounds=20)
     agreed = flower.Agreement((phase,), init_key, clients=3, example=..., num_classes=10)

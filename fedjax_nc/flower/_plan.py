@@ -68,6 +68,7 @@ class Shapes(NamedTuple):
     client: Tree  #: of one site; stays there
     message: Tree  #: of one site
     info: Info
+    generic: bool  #: whether there is a model for everybody
 
 
 def checked(agreed: Agreement) -> list[Shapes]:
@@ -114,8 +115,17 @@ def _shapes(agreed: Agreement) -> list[Shapes]:
         state = jax.eval_shape(begin, state)
         mine = jax.tree.map(lambda u: jax.ShapeDtypeStruct(u.shape[1:], u.dtype), state.clients)
         _, message, info = jax.eval_shape(work, state.server, mine)
-        out.append(Shapes(state.server, mine, message, info))
+        out.append(Shapes(state.server, mine, message, info, _generic(agreed, phase.algorithm, state.server)))
     return out
+
+
+def _generic(agreed: Agreement, algorithm: Algorithm, server: Tree) -> bool:
+    x = jax.ShapeDtypeStruct((1, *agreed.example.shape), agreed.example.dtype)
+    try:
+        jax.eval_shape(lambda server, x: algorithm.predict(server, None, x), server, x)
+    except ValueError:
+        return False
+    return True
 
 
 def _securable(agreed: Agreement, secure: Secure, found: list[Shapes]) -> None:

@@ -1,6 +1,7 @@
 """The server: whom it asks, what it accepts of what comes back, and the step that simulation takes."""
 
 import json
+import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 import fedjax_nc
@@ -24,6 +25,7 @@ from fedjax_nc.training import DivergedError
 
 POLL = 0.1  # seconds between two looks at what has come
 HELLO = 30.0  # seconds at most that a new node has to say who it is
+LATER = 600.0  # seconds at most until a node that did not is asked again
 
 
 class Patience(NamedTuple):
@@ -142,7 +144,7 @@ def run(
                 if answers.missing:
                     if time.monotonic() - failing > server.patience.start:
                         raise RuntimeError(f'round {t + 1} of {phase.name}: {answers.missing}')
-                    warnings.warn(f'round {t + 1} of {phase.name} is asked for again: {answers.missing}', stacklevel=2)
+                    _warn(f'round {t + 1} of {phase.name} is asked for again: {answers.missing}')
                     time.sleep(min(1.0, server.patience.start / 10))
                     continue
                 after, loss, finite = step(key, state, answers)
@@ -172,8 +174,9 @@ def run(
                 bar.at(t + 1, _shown(row))
             if first == phase.rounds:  # for sites that were away at the end
                 server.tested(Asking(number, first + 1, phase.key, state, [b for b, _ in begun], counted))
-        model = out / folder / 'model.safetensors'
-        saving.save(model, phase.algorithm, State(state, ()), _plan.blank(agreed, server.sites.sizes))
+        if server.kinds[number].generic:
+            model = out / folder / 'model.safetensors'
+            saving.save(model, phase.algorithm, State(state, ()), _plan.blank(agreed, server.sites.sizes))
 
 
 def _shown(row: Row) -> str:
@@ -196,6 +199,7 @@ class Sites:
         self.name = _plan.fingerprint(agreed)
         self.node: dict[int, int] = {}
         self.met: set[int] = set()
+        self.later: dict[int, tuple[int, float]] = {}  # how often a node did not say who it is, and when to ask again
         self.sizes, self.first = np.zeros(agreed.clients, np.int64), None
         if path.exists():
             held = json.loads(path.read_text())
@@ -230,13 +234,18 @@ class Sites:
         there = set(self.grid.get_node_ids())
         self.node = {k: node for k, node in self.node.items() if node in there}
         self.met &= there
-        new = sorted(there - self.met)
+        began = time.monotonic()
+        new = sorted(node for node in there - self.met if began >= self.later.get(node, (0, 0.0))[1])
         before = self.sizes.copy()
         for reply in collect(self.grid, [_message('query.hello', node, RecordDict()) for node in new], seconds):
             try:
                 self.know(reply)
             except Exception as error:  # a site may send anything
-                warnings.warn(f'node {reply.metadata.src_node_id} takes no part: {_line(error)}', stacklevel=2)
+                _warn(f'node {reply.metadata.src_node_id} takes no part: {_line(error)}')
+        self.later = {node: until for node, until in self.later.items() if node in there - self.met}
+        for node in set(new) - self.met:  # who is silent, or none of the sites, must not hold up every round
+            tries, now = self.later.get(node, (0, 0.0))[0], time.monotonic()
+            self.later[node] = tries + 1, now + min(max(now - began, POLL) * 2 ** min(tries, 20), LATER)
         if self.first is not None and (before != self.sizes).any():
             self.save()
 
@@ -249,7 +258,7 @@ class Sites:
         node = reply.metadata.src_node_id
         if reply.has_error():
             raise _wire.WireError(_fault(reply))
-        told = reply.content.config_records['told']
+        told = reply.content.config_records.get('told', ConfigRecord())
         client, size = told.get('client'), told.get('size')
         if type(client) is not int or not 0 <= client < self.clients:
             raise _wire.WireError(f'it says that it is site {str(client)[:20]} of {self.clients}')
@@ -374,7 +383,7 @@ class Server:
                 told['bytes_up'] += _bytes(reply.content)
             except Exception as error:  # a site may send anything, and must not end the run
                 told['refused'] += 1
-                warnings.warn(f'round {asking.round}: {_line(error)}; the round goes on without it', stacklevel=2)
+                _warn(f'round {asking.round}: {_line(error)}; the round goes on without it')
         told['sites'] = len(replies)
         enough = f'{len(replies)} of at least {self.least} sites answered' if len(replies) < self.least else ''
         return Answers(ids, sorted(replies), replies, None, told, enough)
@@ -389,10 +398,15 @@ class Server:
         for content in contents.values():
             content['secure'] = ConfigRecord({'largest': largest})
         entries = _secure.length(self.agreed, asking.number, kinds)
+
+        def refused(fault: str) -> None:
+            told['refused'] += 1
+            _warn(f'round {asking.round}: {_line(fault)}; the sum is made without it')
+
         try:
             vector, stayed = _secure.summed(
                 cast(Grid, Quick(self.grid)), self.context, {node[k]: contents[k] for k in node}, secure, asking.round,
-                entries, self.patience.round,
+                entries, self.patience.round, refused,
             )  # fmt: skip
         except _wire.WireError as error:
             return Answers(ids, [], {}, None, told, _line(error))
@@ -425,34 +439,41 @@ class Server:
         who, kinds = f'site {k}', self.kinds[asking.number]
         if reply.has_error():
             raise _wire.WireError(f'{who} answers with an error: {_fault(reply)}')
-        told = reply.content.config_records['told']
+        told = reply.content.config_records.get('told', ConfigRecord())
         if (told.get('client'), told.get('phase'), told.get('round')) != (k, asking.number, asking.round):
             raise _wire.WireError(f'{who} answers another question')
-        message, info = (reply.content.array_records[name] for name in ('message', 'info'))
-        return Reply(_wire.unpack(message, kinds.message, who, most=self.most), _wire.unpack(info, kinds.info, who))
+        message, info = (reply.content.array_records.get(name, ArrayRecord()) for name in ('message', 'info'))
+        found = Reply(_wire.unpack(message, kinds.message, who, most=self.most), _wire.unpack(info, kinds.info, who))
+        if min(int(u) for u in (found.info.steps, found.info.examples, found.info.slots)) < 0:
+            raise _wire.WireError(f'{who} counts less than nothing')
+        return found
 
     def tested(self, asking: Asking) -> Row:
         """What sites find on tests of their own."""
         node = self.sites.node
         contents = self.contents(asking, node, _wire.pack(asking.key))
         messages = [_message('evaluate', n, contents[k]) for k, n in sorted(node.items())]
-        found = np.zeros(3, np.int64)
+        found, whose = np.zeros(3, np.int64), set(node.values())
         for reply in collect(self.grid, messages, self.patience.round, len(messages), self.patience.rest):
             try:
+                if reply.metadata.src_node_id not in whose:
+                    raise _wire.WireError('it was not asked, or has answered')
+                whose.remove(reply.metadata.src_node_id)
                 if reply.has_error():
                     raise _wire.WireError(_fault(reply))
-                told = reply.content.config_records['told']
+                told = reply.content.config_records.get('told', ConfigRecord())
                 examples, right, personal = (_whole(told.get(name)) for name in ('examples', 'right', 'right_personal'))
                 if max(right, personal) > examples:
                     raise _wire.WireError(f'it has more right answers than {examples} examples')
                 found += (examples, right, personal)
             except Exception as error:  # as above
-                node_id = reply.metadata.src_node_id
-                warnings.warn(f'the tests of node {node_id} do not count: {_line(error)}', stacklevel=2)
+                _warn(f'the tests of node {reply.metadata.src_node_id} do not count: {_line(error)}')
         examples, right, personal = found.tolist()
         if not examples:
             return {}
-        row: Row = {'tested': examples, 'accuracy': right / examples}
+        row: Row = {'tested': examples}
+        if self.kinds[asking.number].generic:
+            row['accuracy'] = right / examples
         if jax.tree.leaves(self.kinds[asking.number].client):
             row['personal_accuracy'] = personal / examples
         return row
@@ -469,7 +490,8 @@ def seen_step(phase: Phase) -> Callable[..., tuple[Tree, simulate.Report]]:
     def client(key: Array, server: Tree, held: Reply, shard: Shard) -> tuple[Tree, Tree, Info]:
         return held, held.message, held.info
 
-    work = simulate.make_work(phase.algorithm._replace(client=client))
+    # One after the other, so that the order of the sum is the same on every machine.
+    work = simulate.make_work(phase.algorithm._replace(client=client), chunk=1)
 
     @jax.jit
     def step(key: Array, server: Tree, data: Any, ids: Array, replies: Reply) -> tuple[Tree, simulate.Report]:
@@ -563,4 +585,13 @@ def _fault(reply: Message) -> str:
 
 
 def _line(text: Any) -> str:
-    return ' '.join(str(text).split())[-300:]
+    """The end of a text on one line, without what could steer a terminal."""
+    return ''.join(c for c in ' '.join(str(text)[-2000:].split())[-300:] if c.isprintable())
+
+
+def _warn(text: str) -> None:
+    """A warning that does not end the run where filters make errors of warnings: sites are its cause."""
+    try:
+        warnings.warn(text, stacklevel=3)
+    except Warning:
+        logging.getLogger(__name__).warning(text)

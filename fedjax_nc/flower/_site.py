@@ -15,7 +15,7 @@ from safetensors.numpy import save as packed
 import fedjax_nc
 from fedjax_nc import checks, evaluate, saving, tree
 from fedjax_nc._checkpoints import replace
-from fedjax_nc.base import FederatedData, Info, State, Tree
+from fedjax_nc.base import Algorithm, FederatedData, Info, State, Tree
 from fedjax_nc.flower import _plan, _secure, _wire
 from fedjax_nc.flower._plan import Agreement
 
@@ -91,7 +91,7 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
     """
     kinds, name = _plan.checked(agreed), _plan.fingerprint(agreed)
     works = [jax.jit(phase.algorithm.client) for phase in agreed.phases]
-    tables = [_tables(phase.algorithm) for phase in agreed.phases]
+    tables = [_tables(phase.algorithm, kind.generic) for phase, kind in zip(agreed.phases, kinds, strict=True)]
     known: list[Site] = []
 
     def here(context: Context) -> Site:
@@ -111,12 +111,14 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
     def work(message: Message, mine: Site) -> tuple[Ask, Tree, Info]:
         """A client's whole work of a round, whose state is on disk afterwards."""
         ask, server, own = asked(message, mine)
+        if ask.round > agreed.phases[ask.phase].rounds:
+            raise _wire.WireError(f'the server asks for more than {agreed.phases[ask.phase].rounds} rounds')
         key = jax.random.fold_in(_wire.unpack(_record(message, 'key'), agreed.init_key, 'the server'), mine.client)
         own, sent, info = works[ask.phase](key, server, own, mine.data.shard(0))
         keep(mine, name, ask, own)
         return ask, sent, info
 
-    app = ClientApp()
+    app = ClientApp(mods=[_discreet])
 
     @app.query('hello')
     def hello(message: Message, context: Context) -> Message:
@@ -143,14 +145,17 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
         content: dict[str, Any] = {'message': packed_, 'info': _wire.pack(info), 'told': told}
         return Message(RecordDict(content), reply_to=message)
 
-    if agreed.secure is not None:
+    if (secure := agreed.secure) is not None:
 
-        @app.train(mods=_secure.mods(agreed.secure))
+        @app.train(mods=_secure.mods(secure))
         def masked(message: Message, context: Context) -> Message:
             mine = here(context)
+            size, largest = int(mine.data.size[0]), _secure.largest(message)
+            if largest < size:
+                raise _wire.WireError('the server says that the largest site is smaller than this one')
             ask, sent, _ = work(message, mine)
-            vector = _secure.vector(agreed, ask.phase, sent, int(mine.data.size[0]), _secure.largest(message))
-            return Message(_secure.answer(vector), reply_to=message)
+            vector = _secure.vector(agreed, ask.phase, sent, size, largest)
+            return Message(_secure.answer(vector, secure), reply_to=message)
 
     @app.evaluate()
     def test(message: Message, context: Context) -> Message:
@@ -172,13 +177,29 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
     def before(mine: Site, ask: Ask, message: Message) -> Tree:
         """The site's state before the round: that of its last message that counted, taken through what followed."""
         last = max((q for q, t in enumerate(ask.accepted) if t), default=None)
-        own = None if last is None else restore(mine, name, last, ask.accepted[last], kinds[last].client)
+        try:
+            own = None if last is None else restore(mine, name, last, ask.accepted[last], kinds[last].client)
+        except (FileNotFoundError, ValueError) as error:  # in words of our own
+            raise _wire.WireError(str(error)) from error
         for q in range(0 if last is None else last + 1, ask.phase + 1):
             begin = _wire.unpack(_record(message, f'begin-{q}'), kinds[max(q - 1, 0)].server, 'the server')
             own = _plan.first(agreed, q, begin, own, mine.client)
         return own
 
     return app
+
+
+def _discreet(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    """Tells the server of a fault in the site's own program no more than its kind: its text may hold data or paths.
+
+    Flower sends the text of an exception to the server, and logs the whole of it at the site.
+    """
+    try:
+        return call_next(message, context)
+    except _wire.WireError:
+        raise
+    except Exception as error:
+        raise _wire.WireError(f'the site fails with {type(error).__name__}, of which its own log tells more') from error
 
 
 def _record(message: Message, name: str) -> Any:
@@ -188,13 +209,13 @@ def _record(message: Message, name: str) -> Any:
     return found
 
 
-def _tables(algorithm: Any) -> Callable[..., Any]:
-    """Confusion counts [2, C, C] of the generic model and of the site's own."""
+def _tables(algorithm: Algorithm, generic: bool) -> Callable[..., Any]:
+    """Confusion counts [2, C, C] of the generic model, if there is one, and of the site's own."""
 
     def both(server: Tree, own: Tree, shard: Any) -> Any:
-        generic = evaluate.confusion(lambda x: algorithm.predict(server, None, x), shard)
         personal = evaluate.confusion(lambda x: algorithm.predict(server, own, x), shard)
-        return jnp.stack([generic, personal])
+        all_alike = evaluate.confusion(lambda x: algorithm.predict(server, None, x), shard) if generic else personal
+        return jnp.stack([all_alike, personal])
 
     return jax.jit(both)
 

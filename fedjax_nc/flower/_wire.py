@@ -84,7 +84,19 @@ def _read(name: str, packed: Packed, leaf: Any, who: str, most: float) -> Any:
     claimed = f'{packed.dtype}{list(packed.shape)}'[:60]
     if tuple(packed.shape) != shape or packed.dtype not in {str(d) for d in allowed} or packed.stype != 'numpy.ndarray':
         raise WireError(f'what {who} sent as {name} is {claimed} and must be {dtype}{list(shape)}')
-    there = np.dtype(packed.dtype)
+    value = unpack_array(name, packed, shape, np.dtype(packed.dtype), who).astype(dtype)
+    if dtype == np.bool_ and np.max(value.view(np.uint8), initial=0) > 1:
+        raise WireError(f'what {who} sent as {name} is neither true nor false')
+    if jnp.issubdtype(dtype, jnp.inexact) and value.size:
+        largest = float(np.max(np.abs(value.astype(np.float32))))
+        if not largest <= most:  # NaN, too
+            raise WireError(f'what {who} sent as {name} goes to {largest:.3g}, and {most:.3g} is the most')
+    return again(value, leaf)
+
+
+def unpack_array(name: str, packed: Packed, shape: tuple[int, ...], there: np.dtype[Any], who: str) -> np.ndarray:
+    """The array in NumPy's format that some bytes hold, if they hold one of this shape and type and nothing else."""
+    claimed = f'{there}{list(shape)}'[:60]
     body = int(np.prod(shape)) * there.itemsize
     if not body <= len(packed.data) <= body + HEADER:
         raise WireError(f'what {who} sent as {name} takes {len(packed.data)} bytes, and {claimed} takes {body}')
@@ -92,16 +104,11 @@ def _read(name: str, packed: Packed, leaf: Any, who: str, most: float) -> Any:
         stream = io.BytesIO(packed.data)
         version = npy.read_magic(stream)
         inside = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # NumPy's reader parses what the sender wrote
         raise WireError(f'what {who} sent as {name} cannot be read') from error
     if inside != (shape, False, there) or len(packed.data) - stream.tell() != body:
         raise WireError(f'what {who} sent as {name} holds something else than {claimed}')
-    value = np.frombuffer(packed.data, there, offset=stream.tell()).reshape(shape).astype(dtype)
-    if jnp.issubdtype(dtype, jnp.inexact) and value.size:
-        largest = float(np.max(np.abs(value.astype(np.float32))))
-        if not largest <= most:  # NaN, too
-            raise WireError(f'what {who} sent as {name} goes to {largest:.3g}, and {most:.3g} is the most')
-    return again(value, leaf)
+    return np.frombuffer(packed.data, there, offset=stream.tell()).reshape(shape)
 
 
 def plain(a: Tree) -> Tree:

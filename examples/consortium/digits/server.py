@@ -14,5 +14,5 @@ def folder(context: Context) -> str:
 
 
 # A round waits for its sites for a minute, and for the last of them no longer than 10 s after two have answered.
-patience = flower.Patience(round=60.0, rest=10.0, start=120.0)
+patience = flower.Patience(round=60.0, rest=10.0, start=600.0)
 app = flower.server_app(agreed, folder, least=2, patience=patience, evaluate_every=5)

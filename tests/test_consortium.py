@@ -1,0 +1,50 @@
+"""`examples/consortium` with Flower's own programs on the loopback interface: TLS, known keys, processes that die."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+
+def run(script, *arguments, out):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments, '--out', str(out)], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_example_bears_two_lost_sites_and_equals_simulation(tmp_path):
+    said = run('examples/consortium/run.py', '--rounds', '4', out=tmp_path)
+    assert 'site 1 is killed' in said
+    assert 'site 1 is started again' in said
+    assert 'site 2 is frozen' in said
+    rounds = re.findall(r'^round (\d) of 4: (\d) of 3 sites', said, re.M)
+    assert [int(r) for r, _ in rounds] == [1, 2, 3, 4]
+    assert rounds[0][1] == '3'
+    assert rounds[-1][1] in '12'
+    assert float(re.search(r'rounds: (\S+)\n', said)[1]) <= 1e-6
+    assert (tmp_path / 'server/1-personal/model.safetensors').exists()
+    assert (tmp_path / 'site-0/1-personal.safetensors').exists()
+    # Whoever starts it again finds it done.
+    assert 'finished:completed' in run('examples/consortium/run.py', '--rounds', '4', '--calm', out=tmp_path)
+
+
+def test_secure_aggregation_of_processes(tmp_path):
+    said = run('examples/consortium/run.py', '--rounds', '2', '--secure', out=tmp_path)
+    assert 0 < float(re.search(r'rounds: (\S+)\n', said)[1]) < 1e-4  # of what whole numbers can hold
+
+
+def test_kills_at_random(tmp_path):
+    run('benchmarks/consortium_faults.py', '--rounds', '6', '--sites', '2', '--servers', '1', out=tmp_path)
+    counts = json.loads((tmp_path / 'faults.json').read_text())
+    assert counts['rounds'] == 6
+    assert counts['site kills'] == 2
+    assert counts['server kills'] == 1
+    assert counts['difference'] <= 1e-6
