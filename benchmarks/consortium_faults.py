@@ -3,10 +3,10 @@
     python benchmarks/consortium_faults.py [--rounds 40] [--sites 20] [--servers 5] [--seed 0] [--out runs/faults]
 
 It runs `examples/consortium` on this machine, kills a site (its SuperNode and whatever that has started) `--sites`
-times, and the SuperLink with the running ServerApp `--servers` times, at moments drawn at random; what was killed is
-started again some seconds later, on what it has on disk. Another site is slowed down to a fifth of its speed now and
-then. At the end the model is compared with a simulation of the rounds as they came to pass, and counts are printed and
-written to `faults.json`.
+times, and the SuperLink with the running ServerApp `--servers` times, spread over the rounds, in an order and at
+moments drawn at random; what was killed is started again some seconds later, on what it has on disk. Another site is
+slowed down to a fifth of its speed now and then. At the end the model is compared with a simulation of the rounds as
+they came to pass, and counts are printed and written to `faults.json`.
 """
 
 import argparse
@@ -33,7 +33,8 @@ def torment(consortium: Consortium, rounds: int, sites: int, servers: int, seed:
         consortium.start_site(k)
     run, begun = consortium.submit(), time.monotonic()
     asleep: dict[int, float] = {}  # when a killed site is started again
-    next_fault, slow, counts = time.monotonic() + 30, None, {'site kills': 0, 'server kills': 0, 'slow turns': 0}
+    many, pause = len(faults), rng.uniform(0, 10)
+    slow, counts = None, {'site kills': 0, 'server kills': 0, 'slow turns': 0}
     while True:
         now = time.monotonic()
         for k in [k for k, at in asleep.items() if now > at]:
@@ -46,7 +47,9 @@ def torment(consortium: Consortium, rounds: int, sites: int, servers: int, seed:
             counts['slow turns'] += 1
         time.sleep(SLICE)
         consortium.revive()
-        if faults and now > next_fault:
+        done, said = len(consortium.rows()), consortium.took_part()
+        pause -= SLICE if done >= (many - len(faults)) * rounds / (many + 1) else 0  # the next fault is due
+        if faults and pause < 0:
             if faults.pop() == 'site':
                 k = rng.choice([k for k in range(SITES) if k not in asleep])
                 consortium.send(f'site-{k}', signal.SIGKILL)
@@ -59,8 +62,7 @@ def torment(consortium: Consortium, rounds: int, sites: int, servers: int, seed:
                 run = consortium.submit()
                 counts['server kills'] += 1
             slow = rng.choice([None, None, 0, 1, 2])
-            next_fault = now + rng.uniform(10, 50)
-            done, said = len(consortium.rows()), consortium.took_part()
+            pause = rng.uniform(0, 10)
             print(f'{now - begun:.0f} s: {counts}, {done} rounds, last by {said[-1] if said else []}', flush=True)
         elif not faults and (slow is not None or not asleep):
             slow = None
