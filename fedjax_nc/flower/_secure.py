@@ -147,6 +147,9 @@ def masks(seed: bytes, modulus: int, shapes: list[tuple[int, ...]]) -> list[np.n
 
 def _with_masks(function: Any, **others: Any) -> Any:
     """A function of Flower's that draws masks as above."""
+    used = {*function.__code__.co_names}
+    if not (used >= {*others} if others else 'pseudo_rand_gen' in used):
+        raise ImportError('this version of Flower draws masks elsewhere than fedjax_nc knows: install flwr 1.41')
     names = function.__globals__ | {'pseudo_rand_gen': masks} | others
     return types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
@@ -316,7 +319,7 @@ class _Strict:
         stage = asked[Key.STAGE]
         if stage == Stage.SETUP:
             own = [told[Key.PUBLIC_KEY_1], told[Key.PUBLIC_KEY_2]]
-            curves = [cast(ec.EllipticCurvePublicKey, bytes_to_public_key(key)).curve.name for key in own]
+            curves = [bytes_to_public_key(key).curve.name for key in own]
             fits = curves == [ec.SECP384R1.name] * 2 and len({*own} - keys) == 2
             keys.update(own)
         elif stage == Stage.SHARE_KEYS:

@@ -1,9 +1,7 @@
 """The server: whom it asks, what it accepts of what comes back, and the step that simulation takes."""
 
 import json
-import logging
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,13 +17,9 @@ from fedjax_nc import _checkpoints, checks, saving, simulate
 from fedjax_nc._checkpoints import Row
 from fedjax_nc._progress import Progress
 from fedjax_nc.base import Aggregate, Array, Info, Shard, State, Tree
-from fedjax_nc.flower import _plan, _secure, _wire
+from fedjax_nc.flower import _plan, _secure, _sites, _wire
 from fedjax_nc.flower._plan import Agreement, Phase
 from fedjax_nc.training import DivergedError
-
-POLL = 0.1  # seconds between two looks at what has come
-HELLO = 30.0  # seconds at most that a new node has to say who it is
-LATER = 600.0  # seconds at most until a node that did not is asked again
 
 
 class Patience(NamedTuple):
@@ -33,7 +27,7 @@ class Patience(NamedTuple):
 
     round: float = 600.0  #: for the sites of a round
     rest: float | None = None  #: for the others, once `least` sites have answered; None: as long as `round`
-    start: float = 600.0  #: for all sites at the beginning, and for `least` of them later
+    start: float = 3600.0  #: for all sites at the beginning, and for `least` of them later; several times `round`
 
 
 def server_app(
@@ -102,7 +96,7 @@ def server_app(
     def main(grid: Grid, context: Context) -> None:
         folder = Path(out(context) if callable(out) else out)
         with _checkpoints.holding(folder):
-            sites = Sites(grid, agreed, folder / 'sites.json', nodes)
+            sites = _sites.Sites(grid, agreed, folder / 'sites.json', nodes)
             server = Server(grid, context, agreed, kinds, sites, patience, least, most)
             sites.gather(least, patience.start)
             run(server, folder, measure, evaluate_every, on_round, progress)
@@ -137,14 +131,14 @@ def run(
             failing = time.monotonic()
             while len(history) < phase.rounds:
                 t, began = len(history), time.monotonic()
-                server.sites.greet(HELLO)
+                server.sites.greet(_sites.HELLO)
                 key = jax.random.fold_in(phase.key, t)
                 asking = Asking(number, t + 1, key, state, [b for b, _ in begun], counted)
                 answers = server.ask(asking)
                 if answers.missing:
                     if time.monotonic() - failing > server.patience.start:
                         raise RuntimeError(f'round {t + 1} of {phase.name}: {answers.missing}')
-                    _warn(f'round {t + 1} of {phase.name} is asked for again: {answers.missing}')
+                    _sites.warn(f'round {t + 1} of {phase.name} is asked for again: {answers.missing}')
                     time.sleep(min(1.0, server.patience.start / 10))
                     continue
                 after, loss, finite = step(key, state, answers)
@@ -185,107 +179,6 @@ def _shown(row: Row) -> str:
     return ', '.join([*text, f'{row["seconds"]:.1f} s'])
 
 
-class Sites:
-    """Who is there: the node of each site, and how many examples it holds, which a restarted server knows again.
-
-    Attributes:
-      node: from the number of a site to its node, of those that are there.
-      sizes: [K] examples; 0 for a site that has never been there.
-      first: [K], those at the beginning, which first states may depend on.
-    """
-
-    def __init__(self, grid: Grid, agreed: Agreement, path: Path, nodes: Mapping[int, int] | None) -> None:
-        self.grid, self.clients, self.path, self.nodes = grid, agreed.clients, path, nodes
-        self.name = _plan.fingerprint(agreed)
-        self.node: dict[int, int] = {}
-        self.met: set[int] = set()
-        self.later: dict[int, tuple[int, float]] = {}  # how often a node did not say who it is, and when to ask again
-        self.sizes, self.first = np.zeros(agreed.clients, np.int64), None
-        if path.exists():
-            held = json.loads(path.read_text())
-            if held['agreement'] != self.name:
-                raise ValueError(f'{path.parent} holds a run of another agreement: choose another directory')
-            self.sizes, self.first = np.asarray(held['sizes']), np.asarray(held['first'])
-
-    def gather(self, least: int, seconds: float) -> None:
-        """Waits for all sites, or so long; then `least` must be there."""
-        deadline = time.monotonic() + seconds
-        while True:
-            self.greet(min(HELLO, seconds))
-            if len(self.node) == self.clients or time.monotonic() > deadline:
-                break
-            time.sleep(min(0.5, seconds / 10))
-        if len(self.node) < least:
-            raise RuntimeError(
-                f'{len(self.node)} of at least {least} sites said hello within {seconds:.0f} s: are they started, with '
-                'the same agreement and version?'
-            )
-        if self.first is None:
-            self.first = self.sizes.copy()
-        self.save()
-
-    def save(self) -> None:
-        first = self.sizes if self.first is None else self.first
-        text = json.dumps({'agreement': self.name, 'sizes': self.sizes.tolist(), 'first': first.tolist()})
-        _checkpoints.replace(self.path, text)
-
-    def greet(self, seconds: float) -> None:
-        """Forgets nodes that have gone, and asks new ones who they are."""
-        there = set(self.grid.get_node_ids())
-        self.node = {k: node for k, node in self.node.items() if node in there}
-        self.met &= there
-        began = time.monotonic()
-        new = sorted(node for node in there - self.met if began >= self.later.get(node, (0, 0.0))[1])
-        before = self.sizes.copy()
-        for reply in collect(self.grid, [_message('query.hello', node, RecordDict()) for node in new], seconds):
-            try:
-                self.know(reply)
-            except Exception as error:  # a site may send anything
-                _warn(f'node {reply.metadata.src_node_id} takes no part: {_line(error)}')
-        self.later = {node: until for node, until in self.later.items() if node in there - self.met}
-        for node in set(new) - self.met:  # who is silent, or none of the sites, must not hold up every round
-            tries, now = self.later.get(node, (0, 0.0))[0], time.monotonic()
-            self.later[node] = tries + 1, now + min(max(now - began, POLL) * 2 ** min(tries, 20), LATER)
-        if self.first is not None and (before != self.sizes).any():
-            self.save()
-
-    def know(self, reply: Message) -> None:
-        """Takes note of who answers.
-
-        Raises:
-          WireError: for a node that is none of the sites.
-        """
-        node = reply.metadata.src_node_id
-        if reply.has_error():
-            raise _wire.WireError(_fault(reply))
-        told = reply.content.config_records.get('told', ConfigRecord())
-        client, size = told.get('client'), told.get('size')
-        if type(client) is not int or not 0 <= client < self.clients:
-            raise _wire.WireError(f'it says that it is site {str(client)[:20]} of {self.clients}')
-        size = _whole(size)
-        if told.get('library') != fedjax_nc.__version__:
-            self.met.add(node)
-            raise _wire.WireError(
-                f'site {client} has version {str(told.get("library"))[:20]} of fedjax_nc, and the server '
-                f'{fedjax_nc.__version__}'
-            )
-        if told.get('agreement') != self.name:
-            self.met.add(node)
-            raise _wire.WireError(
-                f'site {client} has another agreement: another model, algorithm, key or number of rounds'
-            )
-        if self.nodes is not None and self.nodes.get(node) != client:
-            raise _wire.WireError(f'it says that it is site {client}, and it is {self.nodes.get(node, "none")}')
-        if self.node.get(client, node) != node:
-            raise _wire.WireError(f'it says that it is site {client}, which another node is')
-        if self.sizes[client] not in (0, size):
-            raise _wire.WireError(
-                f'site {client} began with {self.sizes[client]} examples and has {size} now: begin another run'
-            )
-        self.node[client], self.sizes[client] = node, size
-        self.met.add(node)
-
-
 class Asking(NamedTuple):
     """What a server asks its sites in a round."""
 
@@ -319,7 +212,7 @@ class Server:
     """What a server has at hand; its methods change nothing but `sites`."""
 
     def __init__(
-        self, grid: Grid, context: Context, agreed: Agreement, kinds: list[_plan.Shapes], sites: Sites,
+        self, grid: Grid, context: Context, agreed: Agreement, kinds: list[_plan.Shapes], sites: _sites.Sites,
         patience: Patience, least: int, most: float,
     ) -> None:  # fmt: skip
         self.grid, self.context, self.agreed, self.kinds, self.sites = grid, context, agreed, kinds, sites
@@ -368,22 +261,24 @@ class Server:
         ids = np.asarray(simulate.choose(simulate.cohort_key(asking.key), self.agreed.clients, phase.cohort))
         node = {int(k): self.sites.node[int(k)] for k in sorted(ids) if int(k) in self.sites.node}
         contents = self.contents(asking, node, _wire.pack(jax.random.split(asking.key, 3)[1]))
-        sent = {k: _bytes(contents[k]) for k in node}
+        sent = {k: _sites.size(contents[k]) for k in node}
         told: Row = {'sites': 0, 'asked': len(ids), 'refused': 0, 'bytes_up': 0, 'bytes_down': sum(sent.values())}
         if self.unseen(asking.number):
             return self.ask_unseen(asking, ids, node, contents, told)
-        messages = [_message('train.round', node[k], contents[k], f'{asking.number}-{asking.round}') for k in node]
+        messages = [
+            _sites.message('train.round', node[k], contents[k], f'{asking.number}-{asking.round}') for k in node
+        ]
         whose, replies = {n: k for k, n in node.items()}, {}
-        for reply in collect(self.grid, messages, self.patience.round, self.least, self.patience.rest):
+        for reply in _sites.collect(self.grid, messages, self.patience.round, self.least, self.patience.rest):
             k = whose.get(reply.metadata.src_node_id)
             try:
                 if k is None or k in replies:
                     raise _wire.WireError(f'node {reply.metadata.src_node_id} was not asked')
                 replies[k] = self.read(reply, asking, k)
-                told['bytes_up'] += _bytes(reply.content)
+                told['bytes_up'] += _sites.size(reply.content)
             except Exception as error:  # a site may send anything, and must not end the run
                 told['refused'] += 1
-                _warn(f'round {asking.round}: {_line(error)}; the round goes on without it')
+                _sites.warn(f'round {asking.round}: {_sites.line(error)}; the round goes on without it')
         told['sites'] = len(replies)
         enough = f'{len(replies)} of at least {self.least} sites answered' if len(replies) < self.least else ''
         return Answers(ids, sorted(replies), replies, None, told, enough)
@@ -401,15 +296,15 @@ class Server:
 
         def refused(fault: str) -> None:
             told['refused'] += 1
-            _warn(f'round {asking.round}: {_line(fault)}; the sum is made without it')
+            _sites.warn(f'round {asking.round}: {_sites.line(fault)}; the sum is made without it')
 
         try:
             vector, stayed = _secure.summed(
-                cast(Grid, Quick(self.grid)), self.context, {node[k]: contents[k] for k in node}, secure, asking.round,
-                entries, self.patience.round, refused,
+                cast(Grid, _sites.Quick(self.grid)), self.context, {node[k]: contents[k] for k in node}, secure,
+                asking.round, entries, self.patience.round, refused,
             )  # fmt: skip
         except _wire.WireError as error:
-            return Answers(ids, [], {}, None, told, _line(error))
+            return Answers(ids, [], {}, None, told, _sites.line(error))
         there = sorted(k for k, n in node.items() if n in stayed)
         told |= {'sites': len(there), 'bytes_up': 4 * entries * len(there)}  # masked numbers are 32 bits each
         return Answers(ids, there, {}, _secure.unpacked(self.agreed, asking.number, vector, kinds, largest), told)
@@ -438,7 +333,7 @@ class Server:
         """
         who, kinds = f'site {k}', self.kinds[asking.number]
         if reply.has_error():
-            raise _wire.WireError(f'{who} answers with an error: {_fault(reply)}')
+            raise _wire.WireError(f'{who} answers with an error: {_sites.fault(reply)}')
         told = reply.content.config_records.get('told', ConfigRecord())
         if (told.get('client'), told.get('phase'), told.get('round')) != (k, asking.number, asking.round):
             raise _wire.WireError(f'{who} answers another question')
@@ -452,22 +347,24 @@ class Server:
         """What sites find on tests of their own."""
         node = self.sites.node
         contents = self.contents(asking, node, _wire.pack(asking.key))
-        messages = [_message('evaluate', n, contents[k]) for k, n in sorted(node.items())]
+        messages = [_sites.message('evaluate', n, contents[k]) for k, n in sorted(node.items())]
         found, whose = np.zeros(3, np.int64), set(node.values())
-        for reply in collect(self.grid, messages, self.patience.round, len(messages), self.patience.rest):
+        for reply in _sites.collect(self.grid, messages, self.patience.round, len(messages), self.patience.rest):
             try:
                 if reply.metadata.src_node_id not in whose:
                     raise _wire.WireError('it was not asked, or has answered')
                 whose.remove(reply.metadata.src_node_id)
                 if reply.has_error():
-                    raise _wire.WireError(_fault(reply))
+                    raise _wire.WireError(_sites.fault(reply))
                 told = reply.content.config_records.get('told', ConfigRecord())
-                examples, right, personal = (_whole(told.get(name)) for name in ('examples', 'right', 'right_personal'))
+                examples, right, personal = (
+                    _sites.whole(told.get(name)) for name in ('examples', 'right', 'right_personal')
+                )
                 if max(right, personal) > examples:
                     raise _wire.WireError(f'it has more right answers than {examples} examples')
                 found += (examples, right, personal)
             except Exception as error:  # as above
-                _warn(f'the tests of node {reply.metadata.src_node_id} do not count: {_line(error)}')
+                _sites.warn(f'the tests of node {reply.metadata.src_node_id} do not count: {_sites.line(error)}')
         examples, right, personal = found.tolist()
         if not examples:
             return {}
@@ -526,72 +423,3 @@ def _zeros(shape: tuple[int, ...], like: Any) -> Array:
         bare = jax.eval_shape(_wire.plain, jax.ShapeDtypeStruct(shape, like.dtype))
         return _wire.again(jnp.zeros(bare.shape, bare.dtype), like)
     return jnp.zeros(shape, like.dtype)
-
-
-def collect(
-    grid: Grid, messages: list[Message], seconds: float, enough: int = 1, rest: float | None = None
-) -> list[Message]:
-    """Sends messages and takes the replies that come within so many seconds.
-
-    Once `enough` without an error are there, the others have `rest` seconds more.
-    """
-    if not messages:
-        return []
-    waiting, replies, fine = set(grid.push_messages(messages)), [], 0
-    deadline = time.monotonic() + seconds
-    while waiting and time.monotonic() < deadline:
-        for reply in grid.pull_messages(waiting):
-            waiting.discard(reply.metadata.reply_to_message_id)
-            replies.append(reply)
-            fine += not reply.has_error()
-            if fine == enough and rest is not None:
-                deadline = min(deadline, time.monotonic() + rest)
-        if waiting:
-            time.sleep(POLL)
-    return replies
-
-
-class Quick:
-    """A grid on which Flower's own protocols need not wait three seconds between two looks."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.grid, name)
-
-    def send_and_receive(self, messages: list[Message], *, timeout: float | None = None) -> list[Message]:
-        messages = list(messages)
-        return collect(self.grid, messages, 3600.0 if timeout is None else timeout, len(messages))
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**31:
-        raise _wire.WireError(f'{str(value)[:20]} is no number of examples')
-    return value
-
-
-def _message(kind: str, node: int, content: RecordDict, group: str = '') -> Message:
-    return Message(content, dst_node_id=node, message_type=kind, group_id=group)
-
-
-def _bytes(content: RecordDict) -> int:
-    """Of the arrays in a message."""
-    return sum(len(a.data) for record in content.array_records.values() for a in record.values())
-
-
-def _fault(reply: Message) -> str:
-    return _line(reply.error.reason or f'error {reply.error.code}')
-
-
-def _line(text: Any) -> str:
-    """The end of a text on one line, without what could steer a terminal."""
-    return ''.join(c for c in ' '.join(str(text)[-2000:].split())[-300:] if c.isprintable())
-
-
-def _warn(text: str) -> None:
-    """A warning that does not end the run where filters make errors of warnings: sites are its cause."""
-    try:
-        warnings.warn(text, stacklevel=3)
-    except Warning:
-        logging.getLogger(__name__).warning(text)

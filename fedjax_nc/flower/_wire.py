@@ -78,7 +78,7 @@ def unpack(record: ArrayRecord, like: Tree, who: str, *, most: float = MOST) -> 
 
 def _read(name: str, packed: Packed, leaf: Any, who: str, most: float) -> Any:
     """One leaf of a record, as `leaf` wants it."""
-    bare = jax.eval_shape(plain, leaf)
+    bare = jax.eval_shape(plain, leaf) if _is_key(leaf) else leaf
     shape, dtype = tuple(bare.shape), np.dtype(bare.dtype)
     allowed = {dtype, np.dtype(np.float16)} if dtype == np.float32 else {dtype}
     claimed = f'{packed.dtype}{list(packed.shape)}'[:60]

@@ -12,8 +12,8 @@ print(json.dumps({
     'before': {name: float(values[:, middle].mean()) for name, values in accuracy.items()},
     'after': {name: float(values[:, end].mean()) for name, values in accuracy.items()},
     'jumps': {name: float(values[:, end].std(axis=1).mean()) for name, values in accuracy.items()},
-    'same until then': [
-        float(np.abs(accuracy[a][:, :WARM] - accuracy[b][:, :WARM]).max())
+    'same at first': [
+        float(np.abs(accuracy[a] - accuracy[b])[:, :15].max())
         for a, b in (('FedAvg', 'FedAvg + GMV'), ('FedAvg + ETF', 'FedAvg + ETF & GMV'))
     ],
     'norm': strengths['norm'].mean(axis=0).tolist(),
@@ -35,7 +35,10 @@ print(json.dumps({
 
 def check(seen: dict[str, Any]) -> None:
     after, jumps = seen['after'], seen['jumps']
-    assert max(seen['same until then']) < 0.03  # a prediction or two on the edge
+    assert max(seen['same at first']) < 0.03  # a prediction or two on the edge; later rounding alone can part FedAvg's
+    before = seen['before']
+    assert abs(before['FedAvg'] - before['FedAvg + GMV']) < 0.04
+    assert abs(before['FedAvg + ETF'] - before['FedAvg + ETF & GMV']) < 0.01
     assert after['FedAvg'] + 0.03 < after['FedAvg + GMV'] < after['FedAvg + ETF'] < after['FedAvg + ETF & GMV']
     assert after['FedAvg'] + 0.1 < after['FedAvg + ETF']
     assert after['FedAvg + ETF'] + 0.01 < after['FedAvg + ETF & GMV']
