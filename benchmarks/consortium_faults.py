@@ -5,7 +5,7 @@
 It runs `examples/consortium` on this machine, kills a site (its SuperNode and whatever that has started) `--sites`
 times, and the SuperLink with the running ServerApp `--servers` times, spread over the rounds, in an order and at
 moments drawn at random; what was killed is started again some seconds later, on what it has on disk. Another site is
-slowed down to a fifth of its speed now and then. At the end the model is compared with a simulation of the rounds as
+slowed down to half of its speed now and then. At the end the model is compared with a simulation of the rounds as
 they came to pass, and counts are printed and written to `faults.json`.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / 'examples' / 'consortium'))
 from run import SITES, Consortium, difference, simulated
 
-SLICE = 0.5  # seconds of a slowed site's turn: four are waited, one is worked
+SLICE = 0.5  # seconds of a slowed site's turns of waiting and of working
 
 
 def torment(consortium: Consortium, rounds: int, sites: int, servers: int, seed: int) -> dict[str, float]:
@@ -42,7 +42,7 @@ def torment(consortium: Consortium, rounds: int, sites: int, servers: int, seed:
             consortium.start_site(k)
         if slow is not None and slow not in asleep:
             consortium.send(f'site-{slow}', signal.SIGSTOP)
-            time.sleep(4 * SLICE)
+            time.sleep(SLICE)
             consortium.send(f'site-{slow}', signal.SIGCONT)
             counts['slow turns'] += 1
         time.sleep(SLICE)

@@ -197,11 +197,7 @@ def collapsing(setting: Setting) -> Collapse:
         t: (np.asarray(FLAT.features(vs[t], Batch(one.x))[0]), np.asarray(vs[t].params['head']['w']).T) for t in shown
     }
     values = np.array([measured(v, one.x, one.y) for v in vs[1:]], float)
-    names = (
-        'NC1: scatter',
-        'NC2: angles of means',
-        'NC3: means and vectors',
-    )
+    names = ('NC1: scatter', 'NC2: angles of means', 'NC3: means and vectors')
     return Collapse(trio.y, seen, dict(zip(names, values.T, strict=True)))
 
 
@@ -353,9 +349,19 @@ def arrow(axes: Axes, start: Sequence[float], end: Sequence[float], color: str, 
     axes.add_patch(FancyArrowPatch(start, end, color=color, **look))
 
 
+def named(axes: Axes, x: str | None = None, y: str | None = None, title: str | None = None) -> None:
+    """Labels of the axes and a title, as far as they are given."""
+    if x is not None:
+        axes.set_xlabel(x, fontsize=9, color=INK)
+    if y is not None:
+        axes.set_ylabel(y, fontsize=9, color=INK)
+    if title is not None:
+        axes.set_title(title, fontsize=10, color=INK)
+
+
 def plane(axes: Axes, reach: float, title: str) -> None:
     axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect='equal')
-    axes.set_title(title, fontsize=10, color=INK)
+    named(axes, title=title)
     axes.axhline(0, color='#e4e4e4', linewidth=0.8, zorder=0)
     axes.axvline(0, color='#e4e4e4', linewidth=0.8, zorder=0)
 
@@ -374,8 +380,8 @@ def draw_drift(found: Drift) -> Figure:
             arrow(axes, (0, 0), vectors[k, c], OF_CLASS[c], alpha=0.85 if own else 0.6, **style)
         for received, color in zip(found.received, OF_CLASS, strict=True):
             axes.plot(*received, 'o', color=color, markersize=9, markeredgecolor='#000000', markeredgewidth=2, zorder=5)
-        axes.set_xlabel('first feature', fontsize=9, color=INK)
-    row[0].set_ylabel('second feature', fontsize=9, color=INK)
+        named(axes, 'first feature')
+    named(row[0], y='second feature')
     for digit, color in zip(TRIO, OF_CLASS, strict=True):
         row[0].plot([], [], color=color, linewidth=2, label=f'digit {digit}')
     row[0].plot([], [], color=INK, linewidth=1.1, linestyle=(0, (3, 2)), label='client holds none of it')
@@ -389,18 +395,16 @@ def draw_agreement(found: Agreement) -> Figure:
     figure, row = figure_of(8.0, 2.8, 1, 1, 1.3)
     for axes, (title, cosines) in zip(row, found.cosines.items(), strict=False):
         image = axes.imshow(cosines, vmin=0, vmax=1, cmap='viridis', interpolation='nearest')
-        axes.set_title(title, fontsize=10, color=INK)
-        axes.set_xlabel('client', fontsize=9, color=INK)
+        named(axes, 'client', title=title)
         axes.set(xticks=range(0, len(cosines), 5), yticks=range(0, len(cosines), 5))
         axes.spines[:].set_visible(False)
-    row[0].set_ylabel('client', fontsize=9, color=INK)
+    named(row[0], y='client')
     bar_of(figure, row[:2], image, 'cosine of classifiers')
     for (name, values), color, mark in zip(found.layers.items(), (BLUE, RED), 'os', strict=True):
         row[2].plot(range(len(LAYERS)), values, f'{mark}-', color=color, label=name)
     row[2].set(ylim=(0, 1.03), xlim=(-0.3, len(LAYERS) - 0.7))
     row[2].set_xticks(range(len(LAYERS)), labels=[name.replace(' ', '\n') for name in LAYERS.values()])
-    row[2].set_ylabel('CKA, mean over pairs', fontsize=9, color=INK)
-    row[2].set_title('layer by layer', fontsize=10, color=INK)
+    named(row[2], y='CKA, mean over pairs', title='layer by layer')
     row[2].grid(axis='y', color='#e4e4e4', linewidth=0.8)
     row[2].legend(frameon=False, fontsize=9, loc='lower left')
     return figure
@@ -423,18 +427,16 @@ def draw_frames() -> Figure:
             arrow(axes, (0, 0), spot, color, linewidth=2.6, mutation_scale=15)
         axes.set(xlim=(-1.12, 1.12), ylim=(-1.12, 1.12), aspect='equal')
         axes.axis('off')
-        axes.set_title(title, fontsize=10, color=INK)
+        named(axes, title=title)
     bend = np.radians(np.linspace(90, 210, 40))
     flat.plot(0.3 * np.cos(bend), 0.3 * np.sin(bend), color=INK, linewidth=1)
     flat.text(-0.68, 0.4, '120°', fontsize=10, color=INK, ha='center', va='center')
     space.text(0, -1.05, 'any two at 109.5°', fontsize=10, color=INK, ha='center', va='center')
     ten = np.asarray(frames.simplex_etf(KEY, 9, 10))
     image = many.imshow(ten.T @ ten, vmin=-1, vmax=1, cmap='viridis', interpolation='nearest')
-    many.set_xlabel('class', fontsize=9, color=INK)
-    many.set_ylabel('class', fontsize=9, color=INK)
+    named(many, 'class', 'class', '10 classes in 9 dimensions')
     many.set(xticks=range(0, 10, 3), yticks=range(0, 10, 3))
     many.spines[:].set_visible(False)
-    many.set_title('10 classes in 9 dimensions', fontsize=10, color=INK)
     bar_of(figure, many, image, 'cosine of class vectors', {-1: '-1', -1 / 9: '-1/9', 1: '1'})
     return figure
 
@@ -481,8 +483,8 @@ def draw_collapse(found: Collapse) -> Figure:
             axes.plot(
                 *tips[c], 'o', color=color, markersize=7, markeredgecolor='#000000', markeredgewidth=1.5, zorder=5
             )
-        axes.set_xlabel('first feature', fontsize=9, color=INK)
-    row[0].set_ylabel('second feature', fontsize=9, color=INK)
+        named(axes, 'first feature')
+    named(row[0], y='second feature')
     for digit, color in zip(TRIO, OF_CLASS, strict=True):
         row[0].plot([], [], 'o', color=color, markersize=6, label=f'digit {digit}')
     tip = {'color': '#ffffff', 'markeredgecolor': '#000000', 'markersize': 7, 'markeredgewidth': 1.5}
@@ -492,8 +494,7 @@ def draw_collapse(found: Collapse) -> Figure:
     for (name, values), color, dash in zip(found.curves.items(), (BLUE, RED, GREEN), ('-', '--', '-.'), strict=True):
         curves.plot(range(1, len(values) + 1), values, color=color, linestyle=dash, label=name)
     curves.set(xscale='log', yscale='log')
-    curves.set_xlabel('pass over the data', fontsize=9, color=INK)
-    curves.set_title('0 is collapse', fontsize=10, color=INK)
+    named(curves, 'pass over the data', title='0 is collapse')
     curves.grid(color='#e4e4e4', linewidth=0.8)
     curves.set_ylim(top=20)
     curves.legend(frameon=False, fontsize=8, loc='upper right', borderaxespad=0)
@@ -548,7 +549,7 @@ def draw_schematic(axes: Axes, drawn: Schematic) -> None:
     for part in drawn.parts:
         color, words = KINDS[part.kind]
         if part.kind != 'plain':
-            box(axes, part.x, part.y, part.width, part.height, color, 0.22, 1.4, '///' if part.kind == 'frozen' else '')
+            box(axes, part.x, part.y, part.width, part.height, color, 0.22, 1.4)
         middle = part.x + part.width / 2
         axes.text(middle, part.y + part.height / 2, part.label, fontsize=8.5, color='#000000', ha='center', va='center')
         axes.text(middle, part.y - 0.4, words, fontsize=7.5, color=INK, ha='center', va='top', style='italic')
@@ -566,23 +567,13 @@ def draw_schematic(axes: Axes, drawn: Schematic) -> None:
     for i, (title, words) in enumerate(
         (('before training', drawn.before), ('in every round', drawn.during), ('after training', drawn.after))
     ):
-        box(
-            axes,
-            0.4 + i * third + 0.2,
-            0,
-            third - 0.4,
-            4.4,
-            ORANGE if drawn.acts[i] else FAINT,
-            0.25 * drawn.acts[i],
-            1,
-        )
+        color, tint = (ORANGE, 0.25) if drawn.acts[i] else (FAINT, 0.0)
+        box(axes, 0.6 + i * third, 0, third - 0.4, 4.4, color, tint, 1)
         axes.text(0.4 + (i + 0.5) * third, 3.9, title, fontsize=7.5, color=INK, ha='center', va='top', style='italic')
         axes.text(0.4 + (i + 0.5) * third, 1.5, words, fontsize=8.5, color='#000000', ha='center', va='center')
 
 
-def box(
-    axes: Axes, x: float, y: float, width: float, height: float, color: str, tint: float, line: float, hatch: str = ''
-) -> None:
+def box(axes: Axes, x: float, y: float, width: float, height: float, color: str, tint: float, line: float) -> None:
     shape = 'round,pad=0,rounding_size=0.7'
     if tint:
         axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, facecolor=color, alpha=tint, linewidth=0))
@@ -591,17 +582,26 @@ def box(
 
 
 ROW = 9.2  # where boxes of the client stand
+IMAGES, BODY = Part('images', 'plain', 0.8, ROW, 7), Part('body', 'trained', 9.5, ROW, 9)
+AVERAGES = 'averages, as in FedAvg'
+
+
+def along(*ends: float, y: float = 11.5) -> tuple[tuple[float, float, float, float], ...]:
+    """Arrows from left to right, of which each second number is an end; by default in the row of the client."""
+    return tuple((start, y, end, y) for start, end in zip(ends[::2], ends[1::2], strict=True))
+
+
 SCHEMATICS = {
     'fedetf': Schematic(
         parts=(
-            Part('images', 'plain', 0.8, ROW, 7),
-            Part('body', 'trained', 9.5, ROW, 9),
+            IMAGES,
+            BODY,
             Part('projection,\ntemperature', 'trained', 21.5, ROW, 11),
             Part('simplex ETF', 'frozen', 35.5, ROW, 10),
             Part('balanced\nloss', 'plain', 47, ROW, 8),
         ),
-        links=((7.2, 11.5, 9.5, 11.5), (18.5, 11.5, 21.5, 11.5), (32.5, 11.5, 35.5, 11.5), (45.5, 11.5, 47.6, 11.5)),
-        notes=((28, 29, 'averages, as in FedAvg'),),
+        links=along(7.2, 9.5, 18.5, 21.5, 32.5, 35.5, 45.5, 47.6),
+        notes=((28, 29, AVERAGES),),
         down='body, projection,\ntemperature',
         up='their changes',
         before='the frame is drawn',
@@ -611,14 +611,14 @@ SCHEMATICS = {
     ),
     'gmv': Schematic(
         parts=(
-            Part('images', 'plain', 0.8, ROW, 7),
-            Part('body', 'trained', 9.5, ROW, 9),
+            IMAGES,
+            BODY,
             Part('simplex ETF', 'frozen', 35.5, ROW, 10),
             Part('loss', 'plain', 47, ROW, 8),
             Part('memory: a mean\nfeature of each class', 'moved', 36, 28.4, 18),
         ),
-        links=((7.2, 11.5, 9.5, 11.5), (18.5, 11.5, 35.5, 11.5), (45.5, 11.5, 48.8, 11.5)),
-        notes=((27, 13.2, 'features + $\\alpha$ memory\nof their class'), (18, 29.5, 'averages, as in FedAvg')),
+        links=along(7.2, 9.5, 18.5, 35.5, 45.5, 48.8),
+        notes=((27, 13.2, 'features + $\\alpha$ memory\nof their class'), (18, 29.5, AVERAGES)),
         down='body, memory',
         up='its change,\nclass means of features',
         before='the frame is drawn',
@@ -628,14 +628,14 @@ SCHEMATICS = {
     ),
     'fedloge': Schematic(
         parts=(
-            Part('images', 'plain', 0.8, ROW, 7),
+            IMAGES,
             Part('body', 'trained', 9.5, ROW, 8),
             Part('sparse ETF', 'frozen', 23, ROW, 9.5),
             Part('global\nhead', 'trained', 34.5, ROW, 8.5),
             Part('private\nhead', 'kept', 45, ROW, 9.5),
         ),
-        links=((7.2, 11.5, 9.5, 11.5), (17.5, 11.5, 23, 11.5)),
-        notes=((47.5, 17.1, 'dashed: no gradient'), (28, 29, 'averages, as in FedAvg')),
+        links=along(7.2, 9.5, 17.5, 23),
+        notes=((47.5, 17.1, 'dashed: no gradient'), (28, 29, AVERAGES)),
         detached=((16, 13.8, 38.7, 13.8), (14.5, 13.8, 49.7, 13.8)),
         down='body, global head',
         up='their changes',
@@ -646,14 +646,14 @@ SCHEMATICS = {
     ),
     'ccvr': Schematic(
         parts=(
-            Part('images', 'plain', 0.8, ROW, 7),
+            IMAGES,
             Part('body', 'frozen', 9.5, ROW, 9),
             Part('mean and covariance of\nthe features of each class', 'plain', 25, ROW, 26),
             Part('one Gaussian\nfor each class', 'plain', 10, 27.6, 11),
             Part('virtual\nfeatures', 'plain', 25, 27.6, 9),
             Part('classifier', 'moved', 39, 28.2, 12, 4.2),
         ),
-        links=((7.2, 11.5, 9.5, 11.5), (18.5, 11.5, 27.5, 11.5), (21.5, 29.9, 25.4, 29.9), (34, 29.9, 39, 29.9)),
+        links=along(7.2, 9.5, 18.5, 27.5) + along(21.5, 25.4, 34, 39, y=29.9),
         notes=(),
         down='body',
         up='class means, covariances,\ncounts: once',
@@ -665,15 +665,15 @@ SCHEMATICS = {
     ),
     'fednh': Schematic(
         parts=(
-            Part('images', 'plain', 0.8, ROW, 7),
-            Part('body', 'trained', 9.5, ROW, 9),
+            IMAGES,
+            BODY,
             Part('unit\nlength', 'plain', 21, ROW, 7),
             Part('prototypes', 'frozen', 31.5, ROW, 10),
             Part('scaled\ncosines, loss', 'plain', 44, ROW, 11),
             Part('prototypes: a step to\nthe mean of the class', 'moved', 36, 28.4, 18),
         ),
-        links=((7.2, 11.5, 9.5, 11.5), (18.5, 11.5, 21.7, 11.5), (27.2, 11.5, 31.5, 11.5), (41.5, 11.5, 44, 11.5)),
-        notes=((18, 29.5, 'averages, as in FedAvg'),),
+        links=along(7.2, 9.5, 18.5, 21.7, 27.2, 31.5, 41.5, 44),
+        notes=((18, 29.5, AVERAGES),),
         down='body, scale,\nprototypes',
         up='changes of body and scale,\nclass means of features',
         before='spread evenly',
@@ -688,7 +688,7 @@ def system(name: str) -> tuple[Figure, Axes]:
     """A figure with the schematic of a system, and axes for what was computed beside it."""
     figure, (left, right) = figure_of(8.0, 3.5, 1.95, 1)
     draw_schematic(left, SCHEMATICS[name])
-    right.set_title('computed', fontsize=10, color=INK)
+    named(right, title='computed')
     return figure, right
 
 
@@ -702,8 +702,7 @@ def draw_etf(found: Simplex) -> Figure:
     axes.text(0.5, -1 / 9 - 0.04, 'simplex', fontsize=8.5, color=INK, ha='center', va='top')
     axes.set(xlim=(-0.55, 1.5), ylim=(-0.8, 1))
     axes.set_xticks([0, 1], labels=list(found.cosines))
-    axes.set_ylabel('cosine of two class means', fontsize=9, color=INK)
-    axes.set_title('45 pairs of digits, test images', fontsize=10, color=INK)
+    named(axes, y='cosine of two class means', title='45 pairs of digits, test images')
     return figure
 
 
@@ -719,8 +718,7 @@ def draw_memory(found: Remembered) -> Figure:
             arrow(axes, found.z[i], moved[i], color, linewidth=0.9, mutation_scale=7, alpha=0.9)
         axes.plot(*found.memory[c], '*', color=color, markersize=15, markeredgecolor='#000000', markeredgewidth=0.9)
     axes.plot([], [], '*', color='#ffffff', markeredgecolor='#000000', markersize=11, label='memory')
-    axes.set_xlabel('first feature', fontsize=9, color=INK)
-    axes.set_ylabel('second feature', fontsize=9, color=INK)
+    named(axes, 'first feature', 'second feature')
     axes.legend(frameon=False, fontsize=8, loc='lower left', handletextpad=0.2, borderaxespad=0)
     return figure
 
@@ -734,9 +732,7 @@ def draw_lengths(found: Lengths) -> Figure:
     axes.set_xticks(classes, labels=[str(n) for n in found.examples], fontsize=7)
     axes.set_ylim(0, 1.42)
     axes.set_yticks([0, 0.5, 1])
-    axes.set_xlabel('training examples of the class', fontsize=9, color=INK)
-    axes.set_ylabel('accuracy; length, longest = 1', fontsize=9, color=INK)
-    axes.set_title('all lengths made equal', fontsize=10, color=INK)
+    named(axes, 'training examples of the class', 'accuracy; length, longest = 1', 'all lengths made equal')
     axes.legend(frameon=False, fontsize=8, loc='upper right', borderaxespad=0)
     return figure
 
@@ -754,10 +750,8 @@ def draw_calibration(found: Calibrated) -> Figure:
             axes.plot(*line.T, color=color, linewidth=1.3, linestyle=style)
         axes.plot([], [], color=color, linewidth=1.3, linestyle=style, label=words)
     axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]))
-    axes.set_xlabel('first feature', fontsize=9, color=INK)
-    axes.set_ylabel('second feature', fontsize=9, color=INK)
     right = ' to '.join(f'{100 * share:.0f}' for share in found.accuracy)
-    axes.set_title(f'test images, {right} % right', fontsize=10, color=INK)
+    named(axes, 'first feature', 'second feature', f'test images, {right} % right')
     axes.legend(frameon=False, fontsize=8.5, loc='upper right', borderaxespad=0)
     return figure
 
@@ -782,9 +776,7 @@ def draw_meaning(found: Meaning) -> Figure:
         spot, words = (found.images[i], found.last[i]), '{} and {}'.format(*found.pairs[i])
         axes.annotate(words, spot, (0, -8), textcoords='offset points', fontsize=8.5, color=INK, ha='center', va='top')
     axes.margins(x=0.13)
-    axes.set_xlabel('cosine of mean images, centred', fontsize=9, color=INK)
-    axes.set_ylabel('cosine of prototypes', fontsize=9, color=INK)
-    axes.set_title('45 pairs of digits', fontsize=10, color=INK)
+    named(axes, 'cosine of mean images, centred', 'cosine of prototypes', '45 pairs of digits')
     axes.set_ylim(-0.2, 1.45 * found.last.max())
     axes.legend(frameon=False, fontsize=8, loc='upper left', handletextpad=0.2, borderaxespad=0)
     return figure

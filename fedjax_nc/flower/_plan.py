@@ -40,7 +40,7 @@ class Phase(NamedTuple):
 
 
 class Secure(NamedTuple):
-    """Secure aggregation by SecAgg+: a server that keeps to the protocol sees sums over sites, and no site's message."""
+    """Secure aggregation by SecAgg+: a server that keeps to the protocol sees sums over sites and no message."""
 
     #: largest absolute entry of a message. Sums are exact to `2 limit / levels` a site; what lies beyond is not sent
     limit: float = 8.0
