@@ -61,7 +61,7 @@ def test_list_has_a_line_for_every_published_table(capsys):
     assert {'ccvr_1', 'fedetf_1', 'fedloge_1', 'fednh_1', 'gmv_1'} <= set(study.tables())
     nh = next(line for line in lines if line.startswith('fednh_1 '))
     assert '10 rows' in nh
-    assert 'full 120 runs of 40:00' in nh  # 10 methods, 4 scenes that can be run, 3 seeds
+    assert 'full 180 runs of 40:00' in nh  # 10 methods, 6 scenes, 3 seeds
     assert 'reduced 9 runs' in nh
     assert 'cannot be run' in next(line for line in lines if line.startswith('gmv_6 '))
 
@@ -70,13 +70,15 @@ def test_show_tells_settings_and_published_numbers(capsys):
     shell.main(['show', 'fednh_1', '--rows', 'FedNH', 'FedAvg'])
     out = capsys.readouterr().out
     common = out.split('All runs:\n')[1].splitlines()[0]
-    assert 'model = conv2cifar' in common
+    assert 'clients = 100' in common
     assert 'algorithm' not in common
     assert '  FedNH | CIFAR-10, Dir(0.3): ' in out
     assert '  FedNH | CIFAR-10, Dir(0.3): 69.0 ± 2.5 | 65.0 ± 1.2 | 84.6 ± 2.1' in out
     assert 'FedROD |' not in out
-    assert 'not run: TinyImageNet, Dir(0.3): TinyImageNet is not among the data sets' in out
+    assert 'not run' not in out
     assert 'Other scales: reduced' in out
+    shell.main(['show', 'gmv_6'])
+    assert 'not run: FEMNIST, E=2: no setting has a network' in capsys.readouterr().out
 
 
 def test_run_goes_on_and_report_tells_it_again(frames, tmp_path, capsys):
