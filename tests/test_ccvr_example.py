@@ -23,6 +23,7 @@ def numbers(out, title):
     return {name: [float(mean) for mean, _ in row] for name, row in cells.items() if row}
 
 
+@pytest.mark.slow
 def test_prints_tables_and_draws(study, tmp_path, monkeypatch, capsys, fast_compilation):
     monkeypatch.setattr(study, 'BASES', {'FedAvg': study.BASES['FedAvg']})
     monkeypatch.setattr(study, 'SAMPLES', (0, 20))

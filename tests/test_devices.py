@@ -43,6 +43,7 @@ def check(answer, devices, runs):
         assert 0.25 <= found['balance'] < 1, (name, found)
 
 
+@pytest.mark.slow
 def test_four_devices_equal_one():
     """Client states split over devices and not, statistics, prototypes, a median; sizes from 1 to 200, nobody."""
     check(answer(launch(4)), 4, 10)

@@ -29,6 +29,7 @@ def cifar(out, *args):
     return script('examples/cifar.py', '--dataset', 'digits', '--clients', 6, '--batch-size', 32, '--out', out, *args)
 
 
+@pytest.mark.slow
 def test_quickstart_prints_a_table_and_writes_its_pictures(tmp_path):
     done = script('examples/quickstart.py', '--seeds', 1, '--rounds', 3, '--out', tmp_path)
     assert done.returncode == 0, done.stderr
@@ -72,6 +73,7 @@ def test_cifar_writes_its_files(finished):
     assert json.loads((finished / 'config.json').read_text())['model'] == 'mlp'
 
 
+@pytest.mark.slow
 def test_cifar_resumes_to_the_uninterrupted_run(finished, tmp_path):
     settings = ('--participation', 0.5, '--eval-every', 2)
     assert cifar(tmp_path / 'a', '--rounds', 2, *settings).returncode == 0
@@ -133,7 +135,8 @@ def test_fewer_rounds_or_a_damaged_configuration_are_refused(finished, tmp_path)
     assert 'config.json is damaged' in cifar(tmp_path, '--resume').stderr
 
 
-@pytest.mark.parametrize('number', [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_says_how_to_go_on_and_does(tmp_path, number):
     args = ['examples/cifar.py', '--dataset', 'digits', '--clients', 6, '--rounds', 500, '--out', tmp_path]
     with subprocess.Popen(

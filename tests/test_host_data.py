@@ -219,6 +219,7 @@ for begin in (simulate.init, population.init):
 """
 
 
+@pytest.mark.slow
 def test_four_devices_share_it():
     flags = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count=4'
     folder = Path(__file__).parent

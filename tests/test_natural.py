@@ -111,6 +111,7 @@ def test_a_run(tmp_path, tests):
     assert (personal[2] is None) == (tests == 'natural')
 
 
+@pytest.mark.slow
 def test_seeds_of_one_program(tmp_path):
     """Other clients by each seed, on one pool."""
     saved(tmp_path)

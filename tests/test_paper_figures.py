@@ -28,6 +28,7 @@ def tiny(study, tmp_path, capsys, fast_compilation):
     return make
 
 
+@pytest.mark.slow
 def test_ccvr(tiny):
     out = tiny('ccvr', 'ccvr_tsne')
     before, after = map(float, re.search(r'accuracy before (\S+) %, after (\S+) %', out).groups())

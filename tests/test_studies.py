@@ -496,6 +496,7 @@ def test_batches_that_are_padded_change_next_to_nothing(tmp_path):
         near(tmp_path / f'{setting.seed} alone', tmp_path / str(setting.seed), exact=False)
 
 
+@pytest.mark.slow
 def test_one_seed_that_diverges_does_not_stop_the_others(tmp_path):
     """One example is too large, which some seeds train on and others test on."""
     rng = np.random.default_rng(0)
