@@ -306,7 +306,7 @@ class Server:
         except _wire.WireError as error:
             return Answers(ids, [], {}, None, told, _sites.line(error))
         there = sorted(k for k, n in node.items() if n in stayed)
-        told |= {'sites': len(there), 'bytes_up': 4 * entries * len(there)}  # masked numbers are 32 bits each
+        told |= {'sites': len(there), 'bytes_up': 8 * (entries + 2) * len(there)}  # int64, and two more
         return Answers(ids, there, {}, _secure.unpacked(self.agreed, asking.number, vector, kinds, largest), told)
 
     def contents(self, asking: Asking, node: dict[int, int], keys: Any) -> dict[int, RecordDict]:
