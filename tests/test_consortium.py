@@ -38,7 +38,7 @@ def test_the_example_bears_two_lost_sites_and_equals_simulation(tmp_path):
 
 def test_secure_aggregation_of_processes(tmp_path):
     said = run('examples/consortium/run.py', '--rounds', '1', '--secure', out=tmp_path)
-    assert 0 < float(re.search(r'rounds: (\S+)\n', said)[1]) < 2e-5  # what whole numbers round off; training magnifies it
+    assert 0 < float(re.search(r'rounds: (\S+)\n', said)[1]) < 2e-5  # rounding to whole numbers, in one round
 
 
 def test_kills_at_random(tmp_path):
