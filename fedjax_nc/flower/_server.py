@@ -157,9 +157,7 @@ def run(
                     row |= server.tested(asking._replace(round=t + 2, server=state))
                 history.append(row)
                 files.log([row])
-                with (out / folder / 'sites.jsonl').open(
-                    'a'
-                ) as file:  # of a round that is done again the last one holds
+                with (out / folder / 'sites.jsonl').open('a') as file:  # of a round done again the last line holds
                     file.write(json.dumps({'round': t + 1, 'sites': answers.there}) + '\n')
                 files.save(t + 1, State(state, jnp.asarray(accepted)), phase.key, history)
                 failing = time.monotonic()
@@ -312,7 +310,7 @@ class Server:
     def contents(self, asking: Asking, node: dict[int, int], keys: Any) -> dict[int, RecordDict]:
         """What each site is sent."""
         state = _wire.pack(asking.server, half=self.agreed.half)
-        begun = [_wire.pack(tree) for tree in asking.begun]
+        begun: dict[int, Any] = {}  # packed where a site needs it
         out = {}
         for k in node:
             accepted = [int(rounds[k]) for rounds in asking.counted]
@@ -321,7 +319,9 @@ class Server:
                 'phase': asking.number, 'round': asking.round, 'accepted': accepted,
                 'library': fedjax_nc.__version__, 'agreement': self.name,
             }  # fmt: skip
-            missed: dict[str, Any] = {f'begin-{q}': begun[q] for q in range(last + 1, asking.number + 1)}
+            missed: dict[str, Any] = {}
+            for q in range(last + 1, asking.number + 1):
+                begun[q] = missed[f'begin-{q}'] = begun.get(q) or _wire.pack(asking.begun[q])
             out[k] = RecordDict({'ask': ConfigRecord(ask), 'server': state, 'key': keys, **missed})
         return out
 

@@ -141,9 +141,9 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
             )
         ask, sent, info = work(message, mine)
         told = ConfigRecord({'client': mine.client, 'phase': ask.phase, 'round': ask.round})
-        packed_ = _wire.pack(sent, half=agreed.half)
-        content: dict[str, Any] = {'message': packed_, 'info': _wire.pack(info), 'told': told}
-        return Message(RecordDict(content), reply_to=message)
+        content = RecordDict({'message': _wire.pack(sent, half=agreed.half), 'info': _wire.pack(info)})
+        content['told'] = told
+        return Message(content, reply_to=message)
 
     if (secure := agreed.secure) is not None:
 

@@ -37,8 +37,8 @@ agreed = flower.Agreement(
 def rows_of(site: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A site's digits, as its own data base would hold them: x [n, 8, 8, 1] uint8, y [n], and which are for tests.
 
-    The data set names no writers, but its 1,797 digits stand in the order in which 13 people wrote them; each site
-    has those of some, and some digits never come to it.
+    The data set names no writers, but is known not to be shuffled; each site has a stretch of it, and some digits
+    never come to it.
     """
     digits = datasets.load_digits()
     x, y = np.rint(digits.images[..., None] * (255 / 16)).astype(np.uint8), digits.target
