@@ -88,7 +88,8 @@ def run(
       eval_last: how many of the last rounds are evaluated whatever `eval_every` says: papers report their mean.
       out: directory for `metrics.jsonl`, `metrics.csv` and `checkpoints/`; nothing is written without it. The run holds
         it as long as it lasts.
-      checkpoint_every: rounds between checkpoints; by default as often as evaluation. The last state is always saved.
+      checkpoint_every: rounds between checkpoints; by default as often as evaluation, or with `checkpoint_pause` after
+        any call. The last state is always saved.
       checkpoint_pause: seconds at least between two checkpoints, for rounds that take less time than saving them. Not
         with several processes, whose clocks differ.
       resume: continue from the newest checkpoint in `out`, or begin if there is none. A damaged one is put aside, with
@@ -124,13 +125,9 @@ def run(
       >>> [row['round'] for row in run.history]
       [1, 2]
     """
-    every = eval_every if checkpoint_every is None else checkpoint_every
-    numbers = {
-        'rounds': rounds,
-        'rounds_per_call': rounds_per_call,
-        'eval_every': eval_every,
-        'checkpoint_every': every,
-    }
+    numbers = {'rounds': rounds, 'rounds_per_call': rounds_per_call, 'eval_every': eval_every}
+    if checkpoint_every is not None:
+        numbers['checkpoint_every'] = checkpoint_every
     for what, number in numbers.items():
         checks.whole(what, number)
     checks.whole('eval_last', eval_last, 0)
@@ -154,9 +151,9 @@ def run(
         return evaluate is not None and (round % eval_every == 0 or round > rounds - eval_last)
 
     def due(round: int) -> bool:
-        return evaluated(round) or round % every == 0
+        return evaluated(round) or round % (checkpoint_every or eval_every) == 0
 
-    saved = -math.inf
+    every, saved = checkpoint_every or (1 if checkpoint_pause else eval_every), -math.inf
     with holding(Path(out)) if out is not None else contextlib.nullcontext():
         files = None if out is None else Files(Path(out), _training.about(algorithm, data, cohort))
         history, state = ([], state) if files is None else _training.begun(files, state, key, rounds, resume)

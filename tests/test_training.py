@@ -73,6 +73,18 @@ def test_a_pause_between_checkpoints_leaves_out_all_but_the_first_and_the_last(d
         run(data, 4, checkpoint_pause=-1.0)
 
 
+def test_with_a_pause_checkpoints_need_not_wait_for_an_evaluation(data, tmp_path):
+    """Rounds may take minutes, and a run may be evaluated only at its end."""
+
+    def stopped(row, state):
+        if row['round'] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(data, 4, eval_every=4, out=tmp_path, checkpoint_pause=1e-9, on_round=stopped)
+    assert {path.name for path in (tmp_path / 'checkpoints').iterdir() if path.name.isdigit()} == {'1', '2'}
+
+
 def test_rounds_are_those_of_the_engine(data, whole):
     state, step = begin(data), jax.jit(simulate.make_round(algorithm, cohort=4))
     for t in range(5):

@@ -19,7 +19,7 @@ from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.scene import Scene, build, load
 from fedjax_nc.experiments.setting import KEPT, Setting
 
-PAUSE = 10.0  # seconds between checkpoints, each of which takes about a tenth
+PAUSE = 10.0  # seconds between checkpoints, each of which takes about a tenth; rounds may take minutes
 FREE = ('rounds', 'eval_every')  # what may differ when a run is resumed
 
 
