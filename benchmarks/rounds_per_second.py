@@ -137,6 +137,7 @@ class Row:
         else:
             self.state = simulate.init(task, jax.random.key(0), clients)
         self.conv = '-' if work.model == 'mlp' else conv or 'by platform (default)'
+        self.conv += f', tails {" ".join(map(str, work.tails))}' if work.tails else ''
         self.devices = count or 1
         mesh = None if count is None else devices.mesh(jax.devices()[:count])
         if mesh is not None:
@@ -210,16 +211,20 @@ def versions(args: argparse.Namespace) -> dict[str, str]:
     return known | ({'tf32': args.tf32} if jax.default_backend() == 'gpu' else {})
 
 
-def tuned(args: argparse.Namespace, work: Workload, clients: FederatedData) -> tuple[str | None, int | None]:
-    """Form and chunk that are the fastest here, as far as a part of a round tells."""
-    names = {fn: name for name, fn in CONVS.items()}
-    choices = tuning.candidates(work.cohort, convolutions=work.model != 'mlp')
+def tuned(args: argparse.Namespace, work: Workload, clients: FederatedData) -> tuning.Choice:
+    """Form, chunk and tails that are the fastest here, as far as a part of a round tells."""
+    choices = tuning.candidates(work.cohort, work.model != 'mlp', batch_size=None if work.tails else work.batch_size)
     found = tuning.fastest(
-        lambda conv: algorithm(args, work, None if conv is None else names[conv]), clients,
+        lambda choice: algorithm(args, with_tails(work, choice), choice.conv), clients,
         [choice for choice in choices if choice.rounds_per_call == 1], cohort=work.cohort,
         show=lambda line: print(f'tuning: {line}', file=sys.stderr),
     )  # fmt: skip
-    return found.choice.conv, found.choice.chunk
+    return found.choice
+
+
+def with_tails(work: Workload, choice: tuning.Choice) -> Workload:
+    """The workload with the tails of a choice, if it has any."""
+    return work._replace(tails=list(choice.tails)) if choice.tails else work
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -227,10 +232,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     work = settle(args)
     prepare(max(count or 1 for count in args.devices), args.tf32)
     clients, source = load(args, work)
-    wanted = list(itertools.product(args.conv, args.chunk, args.devices))
+    wanted = [(work, *each) for each in itertools.product(args.conv, args.chunk, args.devices)]
     if args.tune:
-        wanted.append((*tuned(args, work, clients), None))
-    rows = [Row(args, work, clients, *each) for each in wanted]
+        best = tuned(args, work, clients)
+        wanted.append((with_tails(work, best), best.conv, best.chunk, None))
+    rows = [Row(args, each, clients, *how) for each, *how in wanted]
     n, rates = 2048 if jax.default_backend() == 'cpu' else 8192, list[float]()
     square = jax.random.normal(jax.random.key(0), (n, n), jnp.float32).astype(args.precision)
     with contextlib.ExitStack() as stack:

@@ -5,6 +5,7 @@ over the devices of a mesh, and summed as it comes, so that a whole round is one
 bounded by the chunk.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -64,6 +65,30 @@ def init(algorithm: Algorithm, key: Array, data: FederatedData) -> State:
     checks.kind('data', data, FederatedData)
     k_server, k_clients = jax.random.split(key)
     return join(algorithm, k_clients, algorithm.init(k_server, data), data.num_clients)
+
+
+@functools.lru_cache(maxsize=8)
+def compiled_init(algorithm: Algorithm) -> Callable[[Array, FederatedData], State]:
+    """`init` of one algorithm as one program: it is many small ones otherwise, and each of them has to be compiled.
+
+    Args:
+      algorithm: one whose `init` and `init_client` can be traced.
+
+    Returns:
+      `(key, data) -> state`. What the algorithm says of bad values in the data is not said here.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import heads, local, losses, models, objective, simulate, testing
+      >>> from fedjax_nc.algorithms import fedavg
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> algorithm = fedavg.algorithm(task, local.sgd(0.1), plan=local.Plan(batch_size=16, epochs=1))
+      >>> state = simulate.compiled_init(algorithm)(jax.random.key(0), testing.clients())
+      >>> state.server.variables.params['head']['w'].shape
+      (16, 5)
+    """
+    # It runs once, so that half of what the compiler could do for its speed would not be repaid.
+    return jax.jit(functools.partial(init, algorithm), compiler_options={'xla_backend_optimization_level': 1})
 
 
 def join(algorithm: Algorithm, key: Array, server: Tree, num_clients: int) -> State:

@@ -1,6 +1,7 @@
-"""Which form of convolution, how many lanes and how many rounds a call are fastest: measured on the device at hand.
+"""Which form of convolution, how many lanes, which smaller batches and how many rounds a call are fastest here.
 
-Nothing here runs unless it is called. All choices compute the same rounds up to rounding, but for `precision`.
+Measured on the device at hand. Nothing here runs unless it is called. All choices compute the same rounds up to
+rounding, but for `precision`.
 """
 
 import contextlib
@@ -8,7 +9,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,12 @@ class Choice(NamedTuple):
     chunk: int | None = None  #: clients side by side, for `simulate.make_round` and `training.run`
     precision: str | None = None  #: of float32 products, as for `jax.default_matmul_precision`
     rounds_per_call: int = 1  #: for `training.run`
+    tails: tuple[int, ...] = ()  #: smaller batches for what full ones leave over, for `local.Plan`
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> 'Choice':
+        """What a mapping describes, such as `_asdict()` read back from JSON. TypeError for a name that there is not."""
+        return cls(**{**plain, 'tails': tuple(plain.get('tails', ()))})
 
     def convolution(self) -> ConvFn | None:
         """What a model takes as `conv=`; None for its own choice. ValueError for a name that is not in FORMS."""
@@ -71,28 +78,43 @@ class Tuned(NamedTuple):
     tried: tuple[Tried, ...]  #: all of them, from the fastest on
 
 
-def candidates(clients: int, convolutions: bool = True, platform: str | None = None) -> list[Choice]:
+def candidates(
+    clients: int,
+    convolutions: bool = True,
+    platform: str | None = None,
+    *,
+    batch_size: int | None = None,
+    precisions: Iterable[str | None] = (None,),
+) -> list[Choice]:
     """A few choices worth trying.
 
     Args:
       clients: those of a cohort.
       convolutions: whether the model has any.
       platform: 'cpu', 'cuda' or 'tpu'; the default backend's if None.
+      batch_size: that of the plan, if smaller batches for what full ones leave over are to be tried too: its eighth,
+        quarter and half, one client at a time, as side by side a client would wait for the batches of others.
+      precisions: of float32 products, each as in `Choice`. A lower one changes results by more than rounding, so that
+        none is tried unless it is named here.
 
     Returns:
-      Choices of forms and chunks; without convolutions, of chunks and rounds a call.
+      Choices of forms and chunks; without convolutions, of chunks and rounds a call; of each precision.
     """
     cpu = (platform or jax.default_backend()) == 'cpu'
     lanes = sorted({min(n, clients) for n in ((1, 5, 8) if cpu else (1, 5, 20))})
     forms: list[str | None] = [None]
     if convolutions:
         forms += ['sequential', 'patches'] if cpu else ['native', 'patches']
-        return [Choice(form, n) for form, n in itertools.product(forms, lanes)]
-    return [Choice(None, n, None, r) for n, r in itertools.product(lanes, (1, 10))]
+        found = [Choice(form, n) for form, n in itertools.product(forms, lanes)]
+    else:
+        found = [Choice(None, n, None, r) for n, r in itertools.product(lanes, (1, 10))]
+    if batch_size is not None and batch_size >= 16:
+        found.append(Choice(chunk=1, tails=(batch_size // 8, batch_size // 4, batch_size // 2)))
+    return [choice._replace(precision=precision) for precision in precisions for choice in found]
 
 
 def fastest(
-    build: Callable[[ConvFn | None], Algorithm],
+    build: Callable[[Choice], Algorithm],
     data: FederatedData,
     choices: Iterable[Choice],
     *,
@@ -109,12 +131,13 @@ def fastest(
     gives the seconds of a whole round of that cohort, in which a chunk takes as long as its largest client.
 
     Args:
-      build: the algorithm, with that convolution in its model; None for the library's own.
+      build: the algorithm of a choice: with its `convolution()` in the model and its `tails` in the plan.
       data: the clients.
       choices: what to try, such as `candidates(cohort)`; in doubt the first one wins.
       cohort: clients a round; all by default.
       seconds: that a timed call should take, if a whole round takes as long.
-      repeats: timed calls of each; the shortest counts.
+      repeats: timed calls of each; the shortest counts. One that seems to take more than twice as long as another
+        after the first is not called again.
       cache: a JSON file in which results are kept, by device, versions, algorithm, shapes and choices.
       show: called with a line on each choice.
 
@@ -134,15 +157,17 @@ def fastest(
         checks.whole('rounds_per_call', choice.rounds_per_call)
     checks.whole('repeats', repeats)
     checks.number('seconds', seconds, open_low=True)
-    name = _key_of(build(None), data, choices, cohort) if cache is not None else ''
+    name = _key_of(build(Choice()), data, choices, cohort) if cache is not None else ''
     if cache is not None and (known := _remembered(Path(cache), name, choices)):
         return known
-    tried, cap = [], None
+    tried: list[Tried] = []
+    cap = None
     for choice in choices:
         try:
             trial = Trial(build, data, choice, cohort)
             cap = cap or trial.part(seconds)
-            tried.append(Tried(choice, trial.seconds(cap, repeats), trial.compile_seconds))
+            best = min((t.seconds for t in tried), default=float('inf'))
+            tried.append(Tried(choice, trial.seconds(cap, repeats, 2 * best), trial.compile_seconds))
             del trial  # its state, before there is the next one
         except (jax.errors.JaxRuntimeError, MemoryError, NotImplementedError) as problem:
             tried.append(Tried(choice, float('inf'), 0.0, ' '.join(str(problem).split())[:200]))
@@ -165,6 +190,7 @@ class Trial:
     Attributes:
       data: the clients.
       sizes: [K], their examples.
+      tails: those of the choice.
       keys: of the rounds of a call.
       state: after the last call.
       step: the compiled rounds.
@@ -173,15 +199,15 @@ class Trial:
     """
 
     def __init__(
-        self, build: Callable[[ConvFn | None], Algorithm], data: FederatedData, choice: Choice, cohort: int | None
+        self, build: Callable[[Choice], Algorithm], data: FederatedData, choice: Choice, cohort: int | None
     ) -> None:
         """Compiles it."""
-        self.data, self.sizes = data, np.asarray(data.size)
+        self.data, self.sizes, self.tails = data, np.asarray(data.size), choice.tails
         self.keys = jax.random.split(jax.random.key(0), choice.rounds_per_call)
         begin = time.perf_counter()
         with choice.products():
-            algorithm = build(choice.convolution())
-            self.state = simulate.init(algorithm, jax.random.key(0), data)
+            algorithm = build(choice)
+            self.state = simulate.compiled_init(algorithm)(jax.random.key(0), data)
             rounds = simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=choice.chunk))
             self.step = simulate.compiled(rounds).lower(self.keys, self.state, data).compile()
         self.compile_seconds = time.perf_counter() - begin
@@ -212,12 +238,17 @@ class Trial:
             took *= len(self.keys)
         return cap
 
-    def seconds(self, cap: int, repeats: int) -> float:
+    def seconds(self, cap: int, repeats: int, limit: float = float('inf')) -> float:
         """Of a whole round, from one in which no client has more than `cap` examples and one with half of that.
 
-        Each is timed `repeats` times.
+        Each is timed `repeats` times; once, if the round would take longer than `limit`.
         """
         self.call(1)
+        once = self.extrapolated(cap, 1)
+        return once if once > limit or repeats == 1 else self.extrapolated(cap, repeats)
+
+    def extrapolated(self, cap: int, repeats: int) -> float:
+        """Seconds of a whole round, of the shortest of `repeats` calls."""
         took, report = self.call(cap, repeats)
         if cap >= self.sizes.max():
             return took
@@ -231,7 +262,7 @@ class Trial:
         """From another cap to the batch rows of a round of the same cohort, by the `report` of one with `cap`."""
         ids, info = np.asarray(report.ids), report.info
         sizes, busy = np.append(self.sizes, 0)[ids], np.asarray(info.steps) > 0
-        batch = (info.slots[busy] / info.steps[busy]).max()
+        batch = 1.0 if self.tails else (info.slots[busy] / info.steps[busy]).max()  # tails leave little padding
 
         def batches(cap: int) -> NDArray[Any]:
             return np.ceil(np.minimum(sizes, cap) / batch)
@@ -270,7 +301,10 @@ def _known_results(path: Path) -> dict[str, Any]:
 def _remembered(path: Path, name: str, choices: tuple[Choice, ...]) -> Tuned | None:
     """A result of these choices, if the cache holds one."""
     try:
-        tried = tuple(Tried(Choice(*choice), *rest) for choice, *rest in _known_results(path)[name])
+        tried = tuple(
+            Tried(Choice.of(dict(zip(Choice._fields, choice, strict=True))), *rest)
+            for choice, *rest in _known_results(path)[name]
+        )
     except (KeyError, TypeError, ValueError):
         return None
     if {t.choice for t in tried} != set(choices):
@@ -290,6 +324,7 @@ def _line(tried: Tried) -> str:
     words = [f'{choice.conv or "default"} form', f'chunk {choice.chunk or "default"}']
     words += [f'{choice.precision} products'] if choice.precision else []
     words += [f'{choice.rounds_per_call} rounds a call'] if choice.rounds_per_call > 1 else []
+    words += [f'tails {", ".join(map(str, choice.tails))}'] if choice.tails else []
     if tried.problem:
         return f'{", ".join(words)}: {tried.problem}'
     return f'{", ".join(words)}: {tried.seconds:.4g} s a round, compiled in {tried.compile_seconds:.1f} s'

@@ -16,8 +16,8 @@ DATA = toys.ragged(SIZES)
 CHOICES = (tuning.Choice(chunk=1), tuning.Choice(chunk=4), tuning.Choice(chunk=2, rounds_per_call=3))
 
 
-def build(conv):
-    return fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+def build(choice):
+    return fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN._replace(tails=choice.tails))
 
 
 def rows(lanes, cap):
@@ -108,8 +108,33 @@ def test_a_choice_that_fails_costs_only_itself(monkeypatch):
 def test_forms_reach_the_model():
     seen = []
     choices = [tuning.Choice(), tuning.Choice('patches')]
-    tuning.fastest(lambda conv: seen.append(conv) or build(conv), DATA, choices, seconds=0.01)
+    tuning.fastest(lambda choice: seen.append(choice.convolution()) or build(choice), DATA, choices, seconds=0.01)
     assert seen == [None, models.conv_patches]
+
+
+def test_smaller_batches_are_extrapolated_by_examples_and_remembered(monkeypatch, tmp_path):
+    """They leave hardly any padding: the time of a round goes with what clients have."""
+    on_a_clock(monkeypatch, lambda lanes, cap: 2 + sum(min(n, cap) for n in SIZES))
+    choice, cache = tuning.Choice(chunk=1, tails=(2, 4)), tmp_path / 'tuning.json'
+    found = tuning.fastest(build, DATA, [choice], seconds=40, cache=cache)
+    assert found.tried[0].seconds == pytest.approx(2 + sum(SIZES))
+    assert 'tails 2, 4' in tuning._line(found.tried[0])
+    monkeypatch.setattr(tuning, 'Trial', None)
+    assert tuning.fastest(build, DATA, [choice], cache=cache) == found
+
+
+def test_what_is_far_behind_is_timed_once(monkeypatch):
+    seen, real = [], tuning.Trial.call
+
+    def call(self, cap, repeats=1):
+        seen.append((self.lanes, repeats))
+        return float({1: 10, 2: 19, 4: 21}[self.lanes]), real(self, cap)[1]
+
+    monkeypatch.setattr(tuning.Trial, 'call', call)
+    found = tuning.fastest(build, DATA, [tuning.Choice(chunk=n) for n in (1, 2, 4)], seconds=100, repeats=5)
+    assert [t.seconds for t in found.tried] == [10, 19, 21]
+    assert {repeats for lanes, repeats in seen if lanes == 4} == {1}
+    assert {repeats for lanes, repeats in seen if lanes == 2} == {1, 5}
 
 
 @pytest.mark.parametrize(
@@ -131,13 +156,18 @@ def test_candidates_are_few_and_fit_the_cohort():
                 assert len(set(found)) == len(found)
                 assert found[0] == tuning.Choice(chunk=1)
                 assert all(choice.chunk <= clients for choice in found)
+                more = tuning.candidates(clients, convolutions, platform, batch_size=128)
+                assert more == [*found, tuning.Choice(chunk=1, tails=(16, 32, 64))]
+                assert tuning.candidates(clients, convolutions, platform, batch_size=10) == found
+                exact = [choice._replace(precision='highest') for choice in found]
+                assert tuning.candidates(clients, convolutions, platform, precisions=(None, 'highest')) == found + exact
 
 
 @pytest.mark.slow
 def test_a_run_may_be_tuned_and_goes_on_as_it_began(tmp_path, monkeypatch):
     args = ['--dataset', 'digits', '--rounds', '2', '--algorithm', 'fedavg', '--clients', '6', '--max-examples', '300']
     few = [tuning.Choice(chunk=2, rounds_per_call=2)]
-    monkeypatch.setattr(tuning, 'candidates', lambda members, convolutions: few)
+    monkeypatch.setattr(tuning, 'candidates', lambda members, convolutions, batch_size: few)
     plain = command.main([*args, '--out', str(tmp_path / 'plain')])
     tuned = command.main([*args, '--out', str(tmp_path / 'tuned'), '--tune'])
     assert tuned['global_accuracy'] == pytest.approx(plain['global_accuracy'], abs=0.02)

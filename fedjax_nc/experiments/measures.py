@@ -38,15 +38,6 @@ def of_all(algorithm: Algorithm, key: Array, state: State, train: FederatedData,
     return state, infos
 
 
-@functools.lru_cache(maxsize=8)
-def first(algorithm: Algorithm) -> Callable[[Array, FederatedData], State]:
-    """`simulate.init` as one program: it is many small ones otherwise, and each has to be compiled.
-
-    It runs once, so that half of what the compiler could do for its speed would not be repaid.
-    """
-    return jax.jit(functools.partial(simulate.init, algorithm), compiler_options={'xla_backend_optimization_level': 1})
-
-
 class Measures:
     """What is measured of one run.
 
@@ -68,7 +59,7 @@ class Measures:
         """The state before the first round."""
         if isinstance(self.train, data.HostData):  # first states depend on their shapes alone, and are not sent them
             return simulate.init(self.recipe.train, self.k_init, self.train)
-        return first(self.recipe.train)(self.k_init, self.train)
+        return simulate.compiled_init(self.recipe.train)(self.k_init, self.train)
 
     def delivered(self, state: State) -> tuple[Algorithm, State]:
         """What has the generic model, if training ended here."""

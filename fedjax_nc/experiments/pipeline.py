@@ -84,7 +84,7 @@ def run(
             choice = chosen(setting, scene, out, chunk, tune, progress)
         if choice != tuning.Choice(chunk=chunk):
             record = {**(record or {}), 'tuned': choice._asdict()}
-        recipe = build(setting, scene[0], choice.convolution())
+        recipe = build(setting, scene[0], choice)
         measure = Measures(setting, recipe, scene, choice.chunk)
         with clock.part('initialisation'):
             state = measure.begun()
@@ -115,17 +115,19 @@ def chosen(setting: Setting, scene: Scene, out: Path, chunk: int | None, tune: b
     path = out / 'config.json'
     if path.exists():  # another form would be another algorithm to its checkpoints
         try:
-            before = tuning.Choice(**known(path).get('tuned', {}))
+            before = tuning.Choice.of(known(path).get('tuned', {}))
         except TypeError as error:
             raise ValueError(f'{path} is damaged: choose another directory') from error
         return before if chunk is None else before._replace(chunk=chunk)
     if not tune:
         return tuning.Choice(chunk=chunk)
-    choices = tuning.candidates(setting.cohort or setting.clients, convolutions=setting.model != 'mlp')
+    choices = tuning.candidates(
+        setting.cohort or setting.clients, convolutions=setting.model != 'mlp', batch_size=setting.batch_size
+    )
     if chunk is not None:
         choices = [choice._replace(chunk=chunk) for choice in choices]
     found = tuning.fastest(
-        lambda conv: build(setting, scene[0], conv).train, scene[1], choices, cohort=setting.cohort,
+        lambda choice: build(setting, scene[0], choice).train, scene[1], choices, cohort=setting.cohort,
         cache=out.parent / 'tuning.json', show=print if show else None,
     )  # fmt: skip
     return found.choice

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from fedjax_nc import data, local, models
+from fedjax_nc import data, local, models, tuning
 from fedjax_nc.base import FederatedData
 from fedjax_nc.data import hub, images
 from fedjax_nc.data.partition import Parts
 from fedjax_nc.experiments import recipes
 from fedjax_nc.experiments.setting import FEATURES, LOADERS, MODELS, NATURAL, PARTITIONS, PIXELS, Setting
-from fedjax_nc.models.convolution import ConvFn
 
 ETF: dict[str, dict[str, Any]] = {
     'cnn': {'dim': 64, 'scale': 10.0}
@@ -102,13 +101,15 @@ def owned(ids: NDArray[np.int32], owners: NDArray[np.intp]) -> Parts:
     return [rows.get(owner, np.zeros(0, np.intp)) for owner in owners.tolist()]
 
 
-def build(setting: Setting, dataset: data.Dataset, conv: ConvFn | None = None) -> recipes.Recipe:
-    """The method of a run. `conv` is the convolution of its model, by default the library's choice.
+def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None = None) -> recipes.Recipe:
+    """The method of a run. `choice` says how it is computed: the convolution of its model, the tails of its plan.
 
     Raises:
       ValueError: for a head, loss, server optimizer or option that the method does not have.
     """
     norm = {'norm': setting.norm} if setting.model.startswith(('resnet', 'mobilenet')) else {}
+    choice = choice or tuning.Choice()
+    conv = choice.convolution()
     form = {} if conv is None or setting.model == 'mlp' else {'conv': conv}
     module = MODELS[setting.model](dtype=jnp.dtype(setting.precision), **norm, **form)
     augment = None
@@ -129,7 +130,7 @@ def build(setting: Setting, dataset: data.Dataset, conv: ConvFn | None = None) -
     return recipes.named(setting.algorithm)(
         models.from_flax(module, augment),
         local.sgd(setting.lr, setting.momentum, setting.weight_decay, setting.lr_decay, setting.clip or None),
-        local.Plan(setting.batch_size, setting.local_epochs),
+        local.Plan(setting.batch_size, setting.local_epochs, choice.tails),
         head=setting.head, loss=setting.loss, server_opt=server_opt,
         personal_opt=local.sgd(setting.lr, 0.0, 0.0, setting.lr_decay), rounds=setting.rounds, auxiliary=held,
         weigh=setting.weigh, personal=setting.personal, options=options, **ETF.get(setting.model, {}),
