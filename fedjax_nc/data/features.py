@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import ndimage
 
 from fedjax_nc import checks
 from fedjax_nc.data import arguments
@@ -55,6 +54,8 @@ def rotate(x: ArrayLike, parts: Parts, degrees: Sequence[float] = (0, 90, 180, 2
                 )
             out[rows] = np.rot90(images[rows], int(quarters), axes=(1, 2))
         elif len(rows):
+            from scipy import ndimage  # late: a tenth of what importing the library takes
+
             turned = ndimage.rotate(images[rows].astype(np.float64), angle, axes=(2, 1), reshape=False, order=1)
             if np.issubdtype(images.dtype, np.integer):
                 turned = np.rint(turned)
