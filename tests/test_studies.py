@@ -16,12 +16,13 @@ import textwrap
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from fedjax_nc import _checkpoints, training
-from fedjax_nc.experiments import Setting, pipeline, runner, scene, seeds, study
+from fedjax_nc import _checkpoints, frames, training
+from fedjax_nc.experiments import Setting, geometry, pipeline, runner, scene, seeds, study
 from fedjax_nc.experiments.study import Study
 
 TINY = {'dataset': 'digits', 'clients': 4, 'rounds': 2, 'local_epochs': 1, 'max_examples': 300}
@@ -358,6 +359,18 @@ def test_a_run_that_another_process_has_in_hand_is_left_to_it(tmp_path):
         other.stdin.close()
     assert carried_out(known, tmp_path)[0] == []
     assert runner.summary(held, tmp_path)
+
+
+def test_frames_that_differ_in_length_alone_are_fitted_once(tmp_path, monkeypatch):
+    fits, real = [], frames.sparse_etf
+    monkeypatch.setattr(frames, 'sparse_etf', lambda *args, **kwargs: fits.append(kwargs) or real(*args, **kwargs))
+    common = {'dim': 9, 'classes': 4, 'steps': 3, 'sparsity': 0.25}
+    for norm in (0.5, 1.5):
+        seen = geometry.run(geometry.Geometry(norm=norm, **common), tmp_path / str(norm))
+        direct = frames.frame_quality(real(jax.random.key(0), 9, 4, norm=norm, sparsity=0.25, steps=3))
+        assert seen['norm_mean'] == pytest.approx(float(direct.norm_mean))
+        assert seen['angle_mean'] == pytest.approx(float(direct.angle_mean))
+    assert len(fits) == 1
 
 
 def test_frames_are_studied_without_training(tmp_path):
