@@ -1,5 +1,7 @@
 """Convolutions against XLA's, pooling against flax's, BatchNorm against PyTorch's formulas in NumPy."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ FORMS = [conv_patches, conv_grouped, conv_sequential, conv_onednn, conv_by_platf
 GEOMETRIES = [  # image, kernel, strides, padding
     ((7, 6), (1, 1), (1, 1), 'SAME'),
     ((7, 6), (1, 1), (2, 2), 'VALID'),
+    ((8, 9), (1, 1), (2, 3), 'VALID'),
     ((7, 6), (3, 3), (1, 1), 'SAME'),
     ((8, 8), (3, 3), (2, 2), [(1, 1), (1, 1)]),
     ((9, 7), (3, 3), (2, 3), 'SAME'),
@@ -191,6 +194,31 @@ def test_a_kernel_gradient_stays_one_under_vmap():
         text = jax.jit(gradient).trace(k, x).lower(lowering_platforms=('cuda',)).as_text()
         windows[conv] = text.count('batch_group_count = 3')
     assert windows[conv_native] == 0 < windows[conv_grouped]
+
+
+@pytest.mark.parametrize(('platform', 'apart'), [('cuda', 0), ('tpu', 2)])
+def test_a_gpu_convolves_no_zeros_between_windows(platform, apart):
+    """Of a strided input gradient, which its compiler would write out; a TPU's takes them as they are."""
+    x, k, one = normal(0, 3, 2, 8, 8, 4), normal(1, 3, 3, 3, 4, 4), normal(2, 3, 1, 1, 4, 4)
+
+    def loss(x, k, one):
+        wide, narrow = run(conv_grouped, x, k, (2, 2), [(1, 1)] * 2), run(conv_grouped, x, one, (2, 2), 'VALID')
+        return jnp.sum(jnp.sin(wide) + jnp.cos(narrow))
+
+    text = jax.jit(jax.vmap(jax.grad(loss))).trace(x, k, one).lower(lowering_platforms=(platform,)).as_text()
+    assert len(re.findall(r'lhs_dilate = \[2, 2\]', text)) == apart
+
+
+def test_a_relu_of_a_sum_is_a_relu():
+    x, g = jnp.asarray([-1.0, -0.0, 0.0, 2.0, jnp.inf, -jnp.inf, jnp.nan]), jnp.arange(1.0, 8.0)
+    for one in (lambda f: f, jax.vmap):
+        (want, back), (got, mine) = jax.vjp(one(jax.nn.relu), x), jax.vjp(one(layers.relu_of_sum), x)
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(mine(g)[0], back(g)[0])
+    for platform, barriers in (('cuda', 1), ('tpu', 0), ('cpu', 0)):
+        step = jax.jit(jax.grad(lambda x: jnp.sum(layers.relu_of_sum(x) ** 2)))
+        text = step.trace(x).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count('optimization_barrier') == barriers
 
 
 def test_compiler_options_are_those_of_the_default_backend(monkeypatch):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_nc.base import Array
-from fedjax_nc.models.looped import Form, Geometry, in_loops, product
+from fedjax_nc.models.looped import Form, Geometry, in_loops, product, strided_input_gradient
 
 ConvFn = Callable[..., Array]
 """(images, kernel, strides, padding, **options) -> images, like `lax.conv_general_dilated`."""
@@ -166,8 +166,19 @@ def _grouped(x: Array, kernel: Array, geometry: Geometry) -> Array:
 
 
 def _grouped_input_gradient(g: Array, kernel: Array, geometry: Geometry) -> Array:
-    x = jax.ShapeDtypeStruct(geometry.image, g.dtype)
-    return jax.linear_transpose(lambda x: _grouped(x, kernel, geometry), x)(g)[0]
+    def derived(g: Array, kernel: Array) -> Array:
+        x = jax.ShapeDtypeStruct(geometry.image, g.dtype)
+        return jax.linear_transpose(lambda x: _grouped(x, kernel, geometry), x)(g)[0]
+
+    def plain(x: Array, kernel: Array, pads: Any) -> Array:
+        return _grouped(x, kernel, geometry._replace(strides=(1, 1), pads=pads))
+
+    if geometry.strides == (1, 1):
+        return derived(g, kernel)
+    # A GPU's compiler writes the zeros between windows out where there are groups; a TPU's has no need to.
+    return lax.platform_dependent(
+        g, kernel, tpu=derived, default=lambda g, kernel: strided_input_gradient(g, kernel, geometry, plain)
+    )
 
 
 def _grouped_kernel_gradient(x: Array, g: Array, geometry: Geometry) -> Array:

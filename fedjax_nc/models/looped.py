@@ -141,7 +141,9 @@ def _looped_input_gradient(g: Array, kernel: Array, geometry: Geometry, library:
         x = jax.ShapeDtypeStruct(geometry.image, g.dtype)
         return jax.linear_transpose(lambda x: product(x, kernel, geometry), x)(g)[0]
     if geometry.strides != (1, 1):
-        return _strided_input_gradient(g, kernel, geometry, library)
+        return strided_input_gradient(
+            g, kernel, geometry, lambda x, kernel, pads: _run(x, kernel, (1, 1), pads, geometry.precision, library)
+        )
     spare, wide = _spare(geometry), g
     ends: Any = tuple((geometry.kernel[d] - 1 - geometry.pads[d][0], geometry.kernel[d] - 1 - spare[d]) for d in (0, 1))
     if min(map(min, ends)) < 0:
@@ -149,13 +151,25 @@ def _looped_input_gradient(g: Array, kernel: Array, geometry: Geometry, library:
     return _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), ends, geometry.precision, library)
 
 
-def _strided_input_gradient(g: Array, kernel: Array, geometry: Geometry, library: bool) -> Array:
+def strided_input_gradient(g: Array, kernel: Array, geometry: Geometry, run: Callable[..., Array]) -> Array:
     """The same without the zeros that a stride leaves between windows.
 
     Counted from the upper end of the padding, the pixels `stride * q + r` of one remainder r collect from the windows
     q, q - 1, ... by every `stride`-th row of the kernel: the remainders are output channels of one convolution over g.
+    A single pixel, whose remainders but one are zero, is spread afterwards.
+
+    Args:
+        g: gradient of the result.
+        kernel: that of the convolution.
+        geometry: that of the convolution.
+        run: `(x, kernel, pads) -> y`, a convolution of stride 1.
     """
     (down, across), (height, width, inputs, outputs) = geometry.strides, geometry.kernel
+    if (height, width) == (1, 1) and geometry.pads == NO_PADS:
+        read = run(g, kernel.swapaxes(2, 3), NO_PADS)
+        below = [geometry.image[d + 1] - (g.shape[d + 1] - 1) * geometry.strides[d] - 1 for d in (0, 1)]
+        spread = ((0, 0, 0), (0, below[0], down - 1), (0, below[1], across - 1), (0, 0, 0))
+        return lax.pad(read, jnp.zeros((), read.dtype), spread)
     rows, cols = -(-height // down), -(-width // across)
     apart = lax.pad(
         kernel,
@@ -169,7 +183,7 @@ def _strided_input_gradient(g: Array, kernel: Array, geometry: Geometry, library
     ends: Any = (rows - 1, sides[0] - g.shape[1]), (cols - 1, sides[1] - g.shape[2])
     if min(map(min, ends)) < 0:
         g, ends = _padded(g, ends), NO_PADS
-    y = _run(g, apart, (1, 1), ends, geometry.precision, library)
+    y = run(g, apart, ends)
     y = y.reshape(-1, *sides, down, across, inputs).transpose(0, 1, 3, 2, 4, 5)
     y = y.reshape(-1, sides[0] * down, sides[1] * across, inputs)
     return y[:, lows[0] : lows[0] + geometry.image[1], lows[1] : lows[1] + geometry.image[2]]

@@ -90,7 +90,7 @@ class ResNet(nn.Module):
                 y = residual(x, width, stride)
                 if y.shape != x.shape:
                     x = conv(x, y.shape[-1], 1, stride, norm=True)
-                x = jax.nn.relu(x + y)
+                x = layers.relu_of_sum(x + y)
         return layers.global_average_pool(x)
 
 
