@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from fedjax_nc import _checkpoints, frames, training
-from fedjax_nc.experiments import Setting, geometry, pipeline, runner, scene, seeds, study
+from fedjax_nc.experiments import Setting, geometry, pipeline, report, runner, scene, seeds, study
 from fedjax_nc.experiments.study import Study
 
 TINY = {'dataset': 'digits', 'clients': 4, 'rounds': 2, 'local_epochs': 1, 'max_examples': 300}
@@ -359,6 +359,20 @@ def test_a_run_that_another_process_has_in_hand_is_left_to_it(tmp_path):
         other.stdin.close()
     assert carried_out(known, tmp_path)[0] == []
     assert runner.summary(held, tmp_path)
+
+
+def test_without_matplotlib_there_are_numbers_and_a_warning(tmp_path, monkeypatch):
+    known = Study.of(plain(scenes={'': {}}, seeds=[0], published={}, scales={}), 'mine')
+    folder = tmp_path / 'mine'
+    folder.mkdir()
+    (folder / 'curves.png').write_text('of an earlier report')
+    monkeypatch.setitem(sys.modules, 'matplotlib.backends.backend_agg', None)
+    with pytest.warns(UserWarning, match=r'no picture: figures need matplotlib'):
+        carried_out(known, tmp_path)
+    with pytest.warns(UserWarning, match=r'no figures: figures need matplotlib'):
+        assert '| FedProx |' in (report.write(known, tmp_path) / 'report.md').read_text()
+    assert 'curves' not in (folder / 'report.md').read_text()
+    assert (folder / 'curves.png').read_text() == 'of an earlier report'
 
 
 def test_frames_that_differ_in_length_alone_are_fitted_once(tmp_path, monkeypatch):

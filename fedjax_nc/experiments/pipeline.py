@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,10 @@ def conclude(
         )  # fmt: skip
     write(out / 'config.json', config)  # a resumed run may be longer than it was begun
     write(out / 'summary.json', summary)
-    picture(setting, recipe, done, out)
+    try:
+        picture(setting, recipe, done, out)
+    except ImportError as missing:
+        warnings.warn(f'{out} gets no picture: {missing}', stacklevel=2)
     if not tuned:
         raise training.DivergedError('the personal models diverged: begin a new run with a lower lr')
     return summary

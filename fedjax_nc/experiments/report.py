@@ -9,6 +9,7 @@ Student's t. Where not all finished seeds have a number, it says how many have.
 import csv
 import io
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ def write(study: Study, out: str | Path, target: float | None = None) -> Path:
     """Writes the report of all finished runs, and returns its folder.
 
     That is `out/NAME`, at other scales than `full` `out/NAME-SCALE`, with `report.md`, `report.tex`, `table.csv`,
-    `runs.csv` and figures.
+    `runs.csv` and figures; without matplotlib a warning instead of these.
 
     Args:
       study: whose finished runs in `out` are told.
@@ -63,10 +64,15 @@ def write(study: Study, out: str | Path, target: float | None = None) -> Path:
         raise ValueError(f'no run of {study.name} is finished in {out}: carry it out first')
     folder = Path(out) / (study.name if study.scale == 'full' else f'{study.name}-{study.scale}')
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = dict(figures.of(study, found))
-    for old in folder.glob('*.png'):
-        if old.stem not in drawn:
-            old.unlink()
+    try:
+        drawn = dict(figures.of(study, found))
+    except ImportError as missing:
+        warnings.warn(f'{folder} gets no figures: {missing}', stacklevel=2)
+        drawn = {}
+    else:
+        for old in folder.glob('*.png'):
+            if old.stem not in drawn:
+                old.unlink()
     for name, figure in drawn.items():
         figure.savefig(folder / f'{name}.png', dpi=150)
     texts = {
