@@ -213,7 +213,8 @@ def versions(args: argparse.Namespace) -> dict[str, str]:
 
 def tuned(args: argparse.Namespace, work: Workload, clients: FederatedData) -> tuning.Choice:
     """Form, chunk and tails that are the fastest here, as far as a part of a round tells."""
-    choices = tuning.candidates(work.cohort, work.model != 'mlp', batch_size=None if work.tails else work.batch_size)
+    batch = None if work.tails else work.batch_size
+    choices = tuning.candidates(work.cohort, work.model != 'mlp', batch_size=batch, sizes=clients.size)
     found = tuning.fastest(
         lambda choice: algorithm(args, with_tails(work, choice), choice.conv), clients,
         [choice for choice in choices if choice.rounds_per_call == 1], cohort=work.cohort,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 import fedjax_nc
 from fedjax_nc import _checkpoints, _fingerprint, checks, models, simulate
@@ -84,6 +84,7 @@ def candidates(
     platform: str | None = None,
     *,
     batch_size: int | None = None,
+    sizes: ArrayLike | None = None,
     precisions: Iterable[str | None] = (None,),
 ) -> list[Choice]:
     """A few choices worth trying.
@@ -94,6 +95,7 @@ def candidates(
       platform: 'cpu', 'cuda' or 'tpu'; the default backend's if None.
       batch_size: that of the plan, if smaller batches for what full ones leave over are to be tried too: its eighth,
         quarter and half, one client at a time, as side by side a client would wait for the batches of others.
+      sizes: examples of each client, if they are known: where full batches leave nothing over, none is tried.
       precisions: of float32 products, each as in `Choice`. A lower one changes results by more than rounding, so that
         none is tried unless it is named here.
 
@@ -108,7 +110,7 @@ def candidates(
         found = [Choice(form, n) for form, n in itertools.product(forms, lanes)]
     else:
         found = [Choice(None, n, None, r) for n, r in itertools.product(lanes, (1, 10))]
-    if batch_size is not None and batch_size >= 16:
+    if batch_size is not None and batch_size >= 16 and (sizes is None or (np.asarray(sizes) % batch_size).any()):
         found.append(Choice(chunk=1, tails=(batch_size // 8, batch_size // 4, batch_size // 2)))
     return [choice._replace(precision=precision) for precision in precisions for choice in found]
 

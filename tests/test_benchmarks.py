@@ -55,7 +55,7 @@ def test_script_prints_markdown_and_writes_json(tmp_path):
 
 def test_the_fastest_form_may_be_looked_for_first(bench, capsys, monkeypatch):
     few = [bench.tuning.Choice(chunk=2), bench.tuning.Choice(chunk=2, rounds_per_call=9)]
-    monkeypatch.setattr(bench.tuning, 'candidates', lambda clients, convolutions, batch_size: few)
+    monkeypatch.setattr(bench.tuning, 'candidates', lambda *about, **more: few)
     result = bench.main(['--workload', 'W4', '--clients', '20', '--cohort', '4', '--rounds', '1', '--tune'])
     assert [row['chunk'] for row in result['rows']] == ['4 (default)', '2']
     assert capsys.readouterr().err.count('tuning: default form, chunk 2: ') == 1

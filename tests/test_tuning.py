@@ -158,6 +158,8 @@ def test_candidates_are_few_and_fit_the_cohort():
                 assert all(choice.chunk <= clients for choice in found)
                 more = tuning.candidates(clients, convolutions, platform, batch_size=128)
                 assert more == [*found, tuning.Choice(chunk=1, tails=(16, 32, 64))]
+                assert tuning.candidates(clients, convolutions, platform, batch_size=128, sizes=[256, 129]) == more
+                assert tuning.candidates(clients, convolutions, platform, batch_size=128, sizes=[256, 128]) == found
                 assert tuning.candidates(clients, convolutions, platform, batch_size=10) == found
                 exact = [choice._replace(precision='highest') for choice in found]
                 assert tuning.candidates(clients, convolutions, platform, precisions=(None, 'highest')) == found + exact
@@ -167,7 +169,7 @@ def test_candidates_are_few_and_fit_the_cohort():
 def test_a_run_may_be_tuned_and_goes_on_as_it_began(tmp_path, monkeypatch):
     args = ['--dataset', 'digits', '--rounds', '2', '--algorithm', 'fedavg', '--clients', '6', '--max-examples', '300']
     few = [tuning.Choice(chunk=2, rounds_per_call=2)]
-    monkeypatch.setattr(tuning, 'candidates', lambda members, convolutions, batch_size: few)
+    monkeypatch.setattr(tuning, 'candidates', lambda members, **about: few)
     plain = command.main([*args, '--out', str(tmp_path / 'plain')])
     tuned = command.main([*args, '--out', str(tmp_path / 'tuned'), '--tune'])
     assert tuned['global_accuracy'] == pytest.approx(plain['global_accuracy'], abs=0.02)

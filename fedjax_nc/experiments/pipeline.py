@@ -123,8 +123,9 @@ def chosen(setting: Setting, scene: Scene, out: Path, chunk: int | None, tune: b
     if not tune:
         return tuning.Choice(chunk=chunk)
     choices = tuning.candidates(
-        setting.cohort or setting.clients, convolutions=setting.model != 'mlp', batch_size=setting.batch_size
-    )
+        setting.cohort or setting.clients, convolutions=setting.model != 'mlp', batch_size=setting.batch_size,
+        sizes=scene[1].size,
+    )  # fmt: skip
     if chunk is not None:
         choices = [choice._replace(chunk=chunk) for choice in choices]
     found = tuning.fastest(
