@@ -32,7 +32,7 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
                 continue
             rounds = sorted(set.intersection(*({r for r, _ in s['curve']} for s in runs)))
             lines = [[dict(s['curve'])[r] for r in rounds] for s in runs]
-            if rounds:
+            if len(rounds) > 1:  # one is no curve
                 curves.setdefault(title, {})[method] = (rounds, lines)
                 each = [(s['bytes']['down'] + s['bytes']['up']) / s['rounds'] for s in runs if 'bytes' in s]
                 if each:
