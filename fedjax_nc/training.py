@@ -151,9 +151,10 @@ def run(
         return evaluate is not None and (round % eval_every == 0 or round > rounds - eval_last)
 
     def due(round: int) -> bool:
-        return evaluated(round) or round % (checkpoint_every or eval_every) == 0
+        return evaluated(round) or round % often == 0
 
-    every, saved = checkpoint_every or (1 if checkpoint_pause else eval_every), -math.inf
+    often, saved = checkpoint_every or eval_every, -math.inf
+    every = 1 if checkpoint_pause and checkpoint_every is None else often
     with holding(Path(out)) if out is not None else contextlib.nullcontext():
         files = None if out is None else Files(Path(out), _training.about(algorithm, data, cohort))
         history, state = ([], state) if files is None else _training.begun(files, state, key, rounds, resume)

@@ -265,6 +265,13 @@ class TestFigures:
             assert (folder / f'{name}.png').read_bytes().startswith(b'\x89PNG')
             assert f'![{name}]({name}.png)' in text
 
+    def test_one_evaluation_is_no_curve(self, known, tmp_path):
+        for run in known.runs:
+            write(tmp_path, run, summary(run, 0.6, 0.7), [{'round': 10, 'loss': 1.0, 'accuracy': 0.6}])
+        drawn = dict(figures.of(known, report.gather(known, tmp_path)))
+        assert 'clients' in drawn
+        assert not {'curves', 'communication'} & set(drawn)
+
     def test_show_means_over_seeds_and_what_was_sent(self, known, written):
         drawn = dict(figures.of(known, report.gather(known, written)))
         axes = drawn['curves'].axes[0]

@@ -80,14 +80,14 @@ def relu_of_sum(x: Array) -> Array:
     """`jax.nn.relu` of a sum of images, whose gradient looks at the result instead of at the sum.
 
     The result is kept for the next layer, the sum for nothing else: to make it again takes all that it was made of.
-    Differentiable once, in reverse mode.
+    Differentiable in reverse mode.
     """
     return jax.nn.relu(x)
 
 
 def _relu_of_sum_forward(x: Array) -> tuple[Array, Array]:
     y = jax.nn.relu(x)
-    # Behind a barrier it is read, and not made again, by a GPU's compiler; a CPU's is only slowed down by one.
+    # Without a barrier a GPU's compiler makes it again from the sum; others gain nothing by one.
     y = lax.platform_dependent(y, cuda=lax.optimization_barrier, default=lambda y: y)
     return y, y
 
