@@ -63,6 +63,7 @@ def test_a_deployed_round_is_the_simulated_one(data, tmp_path, name):
     compare(ALGORITHMS[name], data, tmp_path, 3, cohort, 1e-3 if name == 'ccvr' else 1e-6)  # see test_contract
 
 
+@pytest.mark.slow
 def test_twenty_rounds_of_fedetf_are_the_same(data, tmp_path):
     algorithm = fedetf.algorithm(toys.tiny, local.sgd(0.05), plan=local.Plan(8, 2), scale=4.0)
     seen = compare(algorithm, data, tmp_path, 20, 4, 1e-6)
@@ -91,6 +92,7 @@ def test_who_answers_first_makes_no_difference(data, tmp_path):
     assert apart(a, b) == 0.0
 
 
+@pytest.mark.slow
 def test_stages_follow_training(data, tmp_path):
     train = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
     calibrate, tune = (

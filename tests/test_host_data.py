@@ -62,7 +62,7 @@ def test_rounds_are_those_of_data_on_the_device(name, chunk, both):
         states[0], left = round(key, states[0], here)
         states[1], right = round(key, states[1], part)
         reports.append((left, right))
-    toys.same(*states, atol=1e-5 if name == 'ccvr' else 0)  # CCVR's factors amplify rounding
+    toys.same(*states, atol=1e-4 if name == 'ccvr' else 0)  # CCVR's factors amplify rounding
     for left, right in reports:
         toys.same(left, right)
 

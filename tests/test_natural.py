@@ -162,6 +162,7 @@ def test_a_long_tailed_name_is_its_imbalance():
     assert Setting(dataset='femnist', partition='iid').tests == 'split'
 
 
+@pytest.mark.slow
 def test_a_run_on_a_folder_of_images(tmp_path):
     from PIL import Image
 

@@ -166,11 +166,8 @@ assert json.load(open(sys.argv[1] + '.json'))['num_classes'] == 10
 """
 
 
-@pytest.mark.parametrize(
-    'body',
-    [models.CNN(), pytest.param(models.ResNet20(norm='batch'), marks=pytest.mark.slow)],
-    ids=['cnn', 'resnet20'],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('body', [models.CNN(), models.ResNet20(norm='batch')], ids=['cnn', 'resnet20'])
 def test_an_exported_model_predicts_without_this_library(body, tmp_path):
     """In a process that cannot import it, generic and personal, trained here by FedETF."""
     clients = images(32)

@@ -472,7 +472,8 @@ def test_seeds_together_are_the_seeds_alone(three, tmp_path, seed):
     assert len(rows[0]) == len(rows[1]) == 5
 
 
-@pytest.mark.parametrize('name', ['scaffold', pytest.param('ccvr', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['scaffold', 'ccvr'])
 def test_so_they_are_where_clients_keep_something_or_a_head_is_calibrated(tmp_path, name):
     made = settings(2, algorithm=name, eval_last=1)
     together(tmp_path, made)

@@ -38,6 +38,7 @@ def on_a_clock(monkeypatch, seconds):
     monkeypatch.setattr(tuning.Trial, 'call', call)
 
 
+@pytest.mark.slow
 def test_a_round_is_extrapolated_along_its_batch_rows(monkeypatch):
     on_a_clock(monkeypatch, lambda lanes, cap: 2 + rows(lanes, cap) / lanes)
     found = tuning.fastest(build, DATA, CHOICES, seconds=2 + rows(1, 16) - 0.5)
@@ -65,6 +66,7 @@ def test_it_really_measures():
     np.testing.assert_array_equal(DATA.size, SIZES)
 
 
+@pytest.mark.slow
 def test_results_are_remembered(monkeypatch, tmp_path):
     cache, lines, compiled, real = tmp_path / 'there' / 'tuning.json', [], [], tuning.Trial.__init__
     monkeypatch.setattr(tuning.Trial, '__init__', lambda self, *args: compiled.append(1) or real(self, *args))
