@@ -193,6 +193,21 @@ def test_a_steady_baseline_reaches_its_own_accuracy(tmp_path):
     assert rows_of(text, 'Base')[1][2] == '1'
 
 
+@pytest.mark.parametrize('row', list(SAID['methods']))
+@pytest.mark.parametrize(('name', 'own'), [('personal_accuracy', True), ('global_accuracy_trained_last5', False)])
+def test_a_row_that_looks_at_another_model_of_its_run_has_no_accuracies_of_that_run(tmp_path, row, name, own):
+    """Nor is it the target of the others."""
+    methods = {**SAID['methods'], row: {**SAID['methods'][row], 'metrics': {'general': name}}}
+    known = Study.of({**SAID, 'methods': methods, 'scenes': {'one': {}}, 'published': {}}, 'byhand')
+    for run in known.runs:
+        general = GENERAL[run.method][run.seed]
+        write(tmp_path, run, summary(run, general, 0.5) | {'global_accuracy_trained_last5': 0.1}, curve(general, 4))
+    text = (report.write(known, tmp_path) / 'report.md').read_text()
+    costs = rows_of(text, row)[1 if row == 'Base' else 2]
+    assert (costs[0] != '', costs[1] != '', costs[-1]) == (own, own, '2')
+    assert ('rounds to 64.1 %' in text) == (own or row != 'Base')
+
+
 class TestDiverged:
     """A mean of the seeds that did not is told as such."""
 

@@ -261,10 +261,17 @@ def difference_table(study: Study, found: Found, scene: str) -> list[str]:
 def cost_table(study: Study, found: Found, scene: str, target: float | None) -> list[str]:
     """Last round beside the mean of the last, rounds to an accuracy, bytes and time of each method.
 
-    Accuracies are those of generic models; methods without one have none here.
+    Accuracies are those of generic models; methods without one have none here, nor have rows that look at another model
+    of a run than the one it ends with, as before calibration.
     """
+
+    def apart(method: str) -> bool:
+        return any(name.startswith('global_accuracy') for name in study.own.get(method, {}).values())
+
     goal = target
-    if goal is None:
+    if goal is None and apart(study.baseline):
+        goal = math.nan
+    elif goal is None:
         base = sound(found.get((study.baseline, scene), {}))
         ends = [last(summary)[1] for summary in base if 'global_accuracy' in summary]
         goal = float(np.mean(ends)) if ends else math.nan
@@ -274,7 +281,7 @@ def cost_table(study: Study, found: Found, scene: str, target: float | None) -> 
         if not runs:
             continue
         took = final = several = ''
-        if all('global_accuracy' in summary for summary in runs):
+        if not apart(method) and all('global_accuracy' in summary for summary in runs):
             final, several = (cell('accuracy', *mean(last(s)[i] for s in runs)[:2]) for i in (0, 1))
             reached = [runner.value(s, f'{runner.TO}{goal / 100}') for s in runs]
             there = [rounds for rounds in reached if math.isfinite(rounds)]
