@@ -52,6 +52,11 @@ def _orbax() -> Any:
     return orbax.checkpoint
 
 
+def agreed(due: bool) -> bool:
+    """What the first process says, where there are several: clocks differ, and all save together."""
+    return due if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.bool_(due)))
+
+
 def first_process() -> bool:
     """Whether this is the one of several processes that writes what is written once."""
     return jax.process_index() == 0

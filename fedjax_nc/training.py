@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from fedjax_nc import _training, checks, population
 from fedjax_nc._checkpoints import CheckpointError as CheckpointError
-from fedjax_nc._checkpoints import Files, Row, first_process, holding
+from fedjax_nc._checkpoints import Files, Row, agreed, first_process, holding
 from fedjax_nc._progress import Progress
 from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.data.host import HostData
@@ -90,8 +90,8 @@ def run(
         it as long as it lasts.
       checkpoint_every: rounds between checkpoints; by default as often as evaluation, or with `checkpoint_pause` after
         any call. The last state is always saved.
-      checkpoint_pause: seconds at least between two checkpoints, for rounds that take less time than saving them. Not
-        with several processes, whose clocks differ.
+      checkpoint_pause: seconds at least between two checkpoints, for rounds that take less time than saving them; of
+        several processes the first one has the clock.
       resume: continue from the newest checkpoint in `out`, or begin if there is none. A damaged one is put aside, with
         a warning, and the one before it taken.
       memory_limit: bytes that a round may take, as for `footprint.check`; `math.inf` for no limit.
@@ -132,8 +132,6 @@ def run(
         checks.whole(what, number)
     checks.whole('eval_last', eval_last, 0)
     checks.number('checkpoint_pause', checkpoint_pause)
-    if checkpoint_pause and jax.process_count() > 1:
-        raise ValueError('with several processes leave checkpoint_pause at 0: all of them save together')
     if resume and out is None:
         raise ValueError('resume needs the directory of the run: pass out=')
     checks.key('key', key)
@@ -152,6 +150,9 @@ def run(
 
     def due(round: int) -> bool:
         return evaluated(round) or round % often == 0
+
+    def rested(since: float) -> bool:
+        return not checkpoint_pause or agreed(since >= checkpoint_pause)
 
     often, saved = checkpoint_every or eval_every, -math.inf
     every = 1 if checkpoint_pause and checkpoint_every is None else often
@@ -178,8 +179,7 @@ def run(
                 history += new
                 if files is not None:
                     files.log(new)
-                    rested = time.monotonic() - saved >= checkpoint_pause
-                    if stop == rounds or (stop % every == 0 and rested):
+                    if stop == rounds or (stop % every == 0 and rested(time.monotonic() - saved)):
                         files.save(stop, state, key, history)
                         saved = time.monotonic()
                 if on_round is not None:

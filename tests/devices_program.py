@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 
@@ -72,13 +73,14 @@ for name, algorithm in ALGORITHMS.items():
                 'loss': float(report.loss) - float(first.loss),
                 'ids': whole(report.ids)[0][:5].tolist() == whole(first.ids)[0][:5].tolist(),
             }
-history = []
-if ONCE:  # both processes write one run, and resume it
-    for rounds in (1, 2):
+history, saved = [], []
+if ONCE:  # both processes write one run, when the first one's clock says so, and resume it
+    for rounds in (2, 3):
         state, data = simulate.init(ALGORITHMS['momentum kept'], toys.KEY, toys.ragged(SIZES)), toys.ragged(SIZES)
         run = training.run(
             ALGORITHMS['momentum kept'], toys.KEY, state, data, rounds=rounds, cohort=5, chunk=2, mesh=mesh,
-            out=sys.argv[3], resume=rounds > 1,
+            out=sys.argv[3], resume=rounds > 2, checkpoint_pause=(1e-9, 1e9)[jax.process_index()],
         )  # fmt: skip
         history = [row['loss'] for row in run.history]
-print(json.dumps({'history': history, 'devices': len(jax.devices()), 'found': found}))
+        saved += [sorted(path.name for path in Path(sys.argv[3], 'checkpoints').iterdir())]
+print(json.dumps({'history': history, 'saved': saved, 'devices': len(jax.devices()), 'found': found}))

@@ -60,7 +60,8 @@ def test_two_processes_equal_one(tmp_path):
     assert found[0] == found[1]
     log = (tmp_path / 'metrics.jsonl').read_text().splitlines()
     assert [json.loads(line)['loss'] for line in log] == found[0]['history']
-    assert len(log) == 2
+    assert len(log) == 3
+    assert found[0]['saved'] == [['1', '2'], ['2', '3']]
 
 
 @pytest.mark.parametrize('count', [1, 2, 4])

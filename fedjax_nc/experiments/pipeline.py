@@ -103,7 +103,7 @@ def run(
                 recipe.train, measure.k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort,
                 chunk=choice.chunk, mesh=mesh, rounds_per_call=choice.rounds_per_call, evaluate=evaluated,
                 eval_every=setting.eval_every, eval_last=setting.eval_last, out=out, resume=resume,
-                checkpoint_pause=PAUSE if jax.process_count() == 1 else 0, on_round=on_round, progress=progress,
+                checkpoint_pause=PAUSE, on_round=on_round, progress=progress,
                 name=setting.label,
             )  # fmt: skip
         if mesh is not None:
