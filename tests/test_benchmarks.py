@@ -1,5 +1,6 @@
 """The benchmark script, and that its PyTorch loop does the same work."""
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_nc import experiments
 from fedjax_nc.experiments import report, study
 
 ROOT = Path(__file__).parent.parent
@@ -365,3 +367,18 @@ def test_scaling_counts_communication(bench, capsys):
     ]
     assert table[0]['rows'] == 2000
     assert capsys.readouterr().out.count('\n| strong |') == 1
+
+
+def test_where_all_take_part_a_rounds_clients_are_all(bench, tmp_path):
+    cohort_models = importlib.import_module('cohort_models')
+    setting = experiments.Setting(
+        dataset='digits', model='mlp', pixels='half', crop=0, flip=False, algorithm='fedavg', clients=4, lr=0.05,
+        batch_size=16, partition='dirichlet_multiclass', alpha=0.3, tests='common', personal='latest', rounds=3,
+    )  # fmt: skip
+    result = cohort_models.measured(setting, argparse.Namespace(data_dir=None, images=None, last=2), tmp_path)
+    assert [row['round'] for row in result['rounds']] == [2, 3]
+    last = result['rounds'][-1]
+    np.testing.assert_allclose([last[name] for name in ('PM(V)', 'PM(L)')], list(result['all'].values()), rtol=1e-5)
+    chosen = cohort_models.choices(result)
+    assert chosen['.. the round of the best GM'][0] == max(row['GM'] for row in result['rounds'])
+    assert f'{100 * last["PM(V)"]:.1f}' in cohort_models.markdown({'FedAvg': result})
