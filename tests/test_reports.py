@@ -117,6 +117,7 @@ def test_numbers_as_they_are_printed(known, written):
     folder = report.write(known, written)
     text = (folder / 'report.md').read_text()
     one, two = text.split('## two_2')
+    assert '\n\nRun: digits, ' in one
     main, costs = rows_of(one, 'Base')[:2]
     assert main == ['64.1 ± 2.7', '61.4 ± 2.5', '81.6 ± 1.7', '80.2', '5 ± 1']
     method, gain, _ = rows_of(one, 'A&B_1 50%')

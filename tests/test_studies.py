@@ -90,6 +90,19 @@ class TestStudy:
         assert setting.options == {'a': 1, 'b': 2, 'c': 3, 'd': 4}
         assert setting.seed == run.seed == 7
 
+    def test_a_scale_may_call_a_scene_by_what_it_is_run_on(self):
+        said = plain(scales={'small': {'scenes': {'even': 'digits (print: faces)'}, 'setting': {'max_examples': 200}}})
+        full, small = Study.of(said, 'x'), Study.of(said, 'x', 'small')
+        assert small.scenes == ('digits (print: faces)',)
+        assert [run.label.replace('digits (print: faces)', 'even') for run in small.runs] == [
+            run.label for run in full.some(scenes=['even']).runs
+        ]
+        assert {run.setting.partition for run in small.runs} == {'iid'}
+        assert small.published['FedAvg', 'digits (print: faces)'] == full.published['FedAvg', 'even']
+        assert [run.scene for run in small.some(scenes=['digits (print: faces)'], seeds=[0]).runs] == [
+            *small.scenes
+        ] * 2
+
     def test_json_and_toml_say_the_same(self, tmp_path):
         (tmp_path / 'mine.toml').write_text("""
             title = "Two methods"
@@ -170,6 +183,9 @@ class TestStudy:
             ({'scales': {'small': {'rows': ['FedAvg']}}}, 'a scale has no rows'),
             ({'scales': {'full': {'methods': ['FedFoo']}}}, 'no methods FedFoo'),
             ({'scales': {'full': {'scenes': ['here']}}}, 'no scenes here'),
+            ({'scales': {'full': {'scenes': {'here': 'there'}}}}, 'no scenes here'),
+            ({'scales': {'full': {'scenes': {'even': 3}}}}, 'called by different names'),
+            ({'scales': {'full': {'scenes': {'even': 'a', 'skewed': 'a'}}}}, 'called by different names'),
             ({'published': {'FedFoo': {'skewed': [1, 2]}}}, "'FedFoo' is none of the methods"),
             ({'published': {'FedAvg': {'here': [1, 2]}}}, "'here' is none of the scenes"),
             ({'published': {'FedAvg': {'even': [1, 2, 3]}}}, '3 numbers for 2 metrics'),

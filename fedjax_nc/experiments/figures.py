@@ -1,6 +1,7 @@
 """The figures of a study."""
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
     spread: Panels = {}
     bars: dict[tuple[str, ...], Panels] = {}  # by the names of the groups
     for scene in study.scenes:
-        title = scene or study.name
+        title = textwrap.fill(scene or study.name, 34)  # the width of one panel
         drawn = {method: sound(found.get((method, scene), {})) for method in study.methods}
         names, group = grouping([s for runs in drawn.values() for s in runs if 'class_accuracy' in s])
         for method, runs in drawn.items():

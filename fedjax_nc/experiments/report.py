@@ -20,6 +20,7 @@ from scipy import stats
 from fedjax_nc import _checkpoints
 from fedjax_nc.experiments import figures, runner
 from fedjax_nc.experiments.figures import Found, sound
+from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Study
 
 TEX = {
@@ -196,7 +197,7 @@ def markdown(study: Study, found: Found, drawn: list[str], target: float | None 
         lines += [f'## {scene}', ''] if scene else []
         if scene in study.unavailable:
             lines += [f'Not run: {study.unavailable[scene]}', '']
-        lines += [*scene_table(study, found, scene), '']
+        lines += [as_run(study, scene), '', *scene_table(study, found, scene), '']
         lines += [*difference_table(study, found, scene), '', *cost_table(study, found, scene, target), '']
     lines += [f'![{name}]({name}.png)\n' for name in drawn]
     missing = [
@@ -215,6 +216,18 @@ def markdown(study: Study, found: Found, drawn: list[str], target: float | None 
     lines += ['Notes:', '', *(f'- {note}' for note in study.notes), ''] if study.notes else []
     lines += ['Made with:', '', *(f'- {line}' for line in made_with(found)), '']
     return '\n'.join(lines).replace('\n\n\n', '\n\n')
+
+
+def as_run(study: Study, scene: str) -> str:
+    """What a scene's baseline was run on, or its first row: a smaller scale may have another data set than print."""
+    runs = {run.method: run.setting for run in reversed(study.runs) if run.scene == scene}
+    setting = runs.get(study.baseline, next(iter(reversed(runs.values())), None))
+    if not isinstance(setting, Setting):
+        return ''
+    clients = f'{setting.clients} clients' + (
+        f', {setting.cohort} of them a round' if setting.cohort < setting.clients else ''
+    )
+    return f'Run: {setting.dataset}, {setting.model}, {clients}, {setting.rounds} rounds.'
 
 
 def scene_table(study: Study, found: Found, scene: str) -> list[str]:

@@ -29,7 +29,7 @@ A study is a TOML or JSON file. Published tables are such files, in `fedjax_nc/e
     [scales.reduced]                # a smaller form under a name
     about = "what was made smaller, and why the effect can still be seen"
     minutes = 4                     # a run, on two cores
-    methods = ["FedAvg"]            # by default all, as for scenes and seeds
+    methods = ["FedAvg"]            # by default all, as for scenes and seeds; scenes = {printed = "as shown"}
     setting = {rounds = 20}         # on top of everything
 
 Options of methods are merged name by name, all else is replaced. Cells with equal settings share a run. `full` is the
@@ -168,6 +168,11 @@ class Study:
         unavailable = {scene: line(said['unavailable']) for scene, said in scenes.items() if 'unavailable' in said}
         rows = pick('methods', chosen.get('methods'), methods)
         columns = pick('scenes', chosen.get('scenes'), scenes)
+        shown = dict(zip(columns, columns, strict=True))
+        if isinstance(chosen.get('scenes'), Mapping):  # where they are run on something else
+            shown |= chosen['scenes']
+            if len(set(shown.values())) < len(shown) or not all(isinstance(name, str) for name in shown.values()):
+                raise ValueError(f'scenes of a scale must be called by different names, not {checks.shown(shown)}')
         own = {row: dict(table(f'methods.{row}.metrics', said.get('metrics', {}))) for row, said in methods.items()}
         for row, said in own.items():
             only(f'the metrics of {row}', said, list(tables['metrics']))
@@ -180,7 +185,7 @@ class Study:
                 for method in rows if scene not in unavailable else ():
                     said = merged(tables['setting'], scenes[scene], methods[method], chosen.get('setting', {}))
                     try:
-                        runs.append(Run(method, scene, seed, KINDS[kind].of({**said, 'seed': seed})))
+                        runs.append(Run(method, shown[scene], seed, KINDS[kind].of({**said, 'seed': seed})))
                     except (ValueError, TypeError) as error:
                         raise ValueError(f'{Run(method, scene, seed, None).label}: {error}') from error  # type: ignore[arg-type]
         for run in runs:
@@ -190,10 +195,12 @@ class Study:
         if baseline not in methods:
             raise ValueError(f'the baseline {baseline!r} is none of the methods')
         notes = tuple(map(line, plain.get('notes', ())))
+        printed = published(tables['published'], methods, scenes, len(tables['metrics']))
         return cls(
             name, line(plain['title']), line(plain.get('source', '')), notes, baseline,
-            dict(tables['metrics']), own, rows, columns, seeds, tuple(runs),
-            published(tables['published'], methods, scenes, len(tables['metrics'])), unavailable, scale,
+            dict(tables['metrics']), own, rows, tuple(shown.values()), seeds, tuple(runs),
+            {(method, shown.get(scene, scene)): pairs for (method, scene), pairs in printed.items()},
+            {shown.get(scene, scene): why for scene, why in unavailable.items()}, scale,
             line(chosen.get('about', '')), float(chosen.get('minutes', math.nan)), scales,
         )  # fmt: skip
 
