@@ -382,3 +382,17 @@ def test_where_all_take_part_a_rounds_clients_are_all(bench, tmp_path):
     chosen = cohort_models.choices(result)
     assert chosen['.. the round of the best GM'][0] == max(row['GM'] for row in result['rounds'])
     assert f'{100 * last["PM(V)"]:.1f}' in cohort_models.markdown({'FedAvg': result})
+
+
+def test_jpeg_once_more_changes_what_varies_and_keeps_places(bench):
+    compress_again = importlib.import_module('compress_again')
+    flat = np.broadcast_to(np.arange(0, 250, 50, dtype=np.uint8)[:, None, None, None], (5, 32, 32, 3))
+    np.testing.assert_allclose(compress_again.again(flat).astype(int), flat, atol=1)
+    across, down = np.meshgrid(np.linspace(0, 255, 32), np.linspace(0, 255, 32))
+    smooth = np.stack([across, down, (across + down) / 2], -1)[None].astype(np.uint8)
+    assert compress_again.changed(smooth, compress_again.again(smooth)) < 5
+    noise = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    found = compress_again.again(noise)
+    assert found.shape == noise.shape
+    assert found.dtype == noise.dtype
+    assert compress_again.changed(noise, found) > 30
