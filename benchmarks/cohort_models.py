@@ -11,16 +11,14 @@ and goes on when called again. Writes METHOD.json and cohort_models.md there.
 """
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import data, evaluate, experiments, simulate, tree
+from fedjax_nc import data, evaluate, experiments, training, tree
 from fedjax_nc.base import State
 from fedjax_nc.experiments import pipeline, provenance, scene
 from fedjax_nc.experiments.measures import Measures
@@ -44,8 +42,7 @@ def measured(setting: Setting, args: argparse.Namespace, folder: Path) -> dict[s
     def on_round(row: dict[str, Any], state: State) -> None:
         if row['round'] <= setting.rounds - args.last:
             return
-        key = simulate.cohort_key(jax.random.fold_in(measure.k_train, row['round'] - 1))
-        ids = simulate.choose(key, setting.clients, setting.cohort)
+        ids = jnp.flatnonzero(state.clients.round == row['round'] - 1)  # whose latest work is of this round
         cohort = State(state.server, tree.take(state.clients, ids))
         tables = evaluate.per_client(recipe.train, cohort, tests)
         told = {name: evaluate.weighted_accuracy(tables, weights[kind][ids]) for kind, name in KINDS.items()}
@@ -58,13 +55,18 @@ def measured(setting: Setting, args: argparse.Namespace, folder: Path) -> dict[s
         with path.open('a') as file:
             file.write(json.dumps(seen) + '\n')
 
-    summary = pipeline.run(setting, folder, data_dir=args.data_dir, resume=True, on_round=on_round)
+    done = training.run(
+        recipe.train, measure.k_train, measure.begun(), train, rounds=setting.rounds, cohort=setting.cohort,
+        out=folder, resume=True, checkpoint_pause=pipeline.PAUSE, on_round=on_round, name=setting.label,
+    )  # fmt: skip
+    told, _ = measure.personal(done.state, measure.delivered(done.state))
     rounds = {row['round']: row for row in map(json.loads, path.read_text().splitlines())}  # the last of each counts
     return {
         'setting': setting.plain(),
         'images': args.images,
-        'all': {name: summary[f'personal_accuracy_{kind}'] for kind, name in KINDS.items()},
+        'all': {name: told[f'personal_accuracy_{kind}'] for kind, name in KINDS.items()},
         'rounds': [rounds[t] for t in sorted(rounds)],
+        'of_all': told['clients'],
         **provenance.about(),
     }
 
@@ -100,9 +102,8 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--method', default='FedAvg', help='a row of the table whose personal models are the latest')
+    parser.add_argument('--method', choices=('FedAvg', 'FedNH'), default='FedAvg', help='a row of the table')
     parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--rounds', type=int, help='fewer, to try it')
     parser.add_argument('--last', type=int, default=100, help='rounds at the end whose clients are tested')
     parser.add_argument('--images', type=int, default=2000, help='test images for each client of a round')
     parser.add_argument('--data-dir', type=Path)
@@ -112,7 +113,6 @@ def main() -> None:
     study = experiments.Study.read('fednh_1', 'reduced')
     setting = study.some([args.method], seeds=[args.seed]).runs[0].setting
     assert isinstance(setting, Setting)
-    setting = dataclasses.replace(setting, rounds=args.rounds or setting.rounds)
     result = measured(setting, args, args.out / setting.name)
     pipeline.write(args.out / f'{args.method}.json', result)
     results = {path.stem: json.loads(path.read_text()) for path in sorted(args.out.glob('*.json'))}

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_nc import experiments
+from fedjax_nc import experiments, simulate
 from fedjax_nc.experiments import report, study
 
 ROOT = Path(__file__).parent.parent
@@ -369,19 +369,26 @@ def test_scaling_counts_communication(bench, capsys):
     assert capsys.readouterr().out.count('\n| strong |') == 1
 
 
-def test_where_all_take_part_a_rounds_clients_are_all(bench, tmp_path):
+def test_clients_of_the_last_round_have_the_models_that_they_keep(bench, tmp_path):
     cohort_models = importlib.import_module('cohort_models')
     setting = experiments.Setting(
-        dataset='digits', model='mlp', pixels='half', crop=0, flip=False, algorithm='fedavg', clients=4, lr=0.05,
-        batch_size=16, partition='dirichlet_multiclass', alpha=0.3, tests='common', personal='latest', rounds=3,
+        dataset='digits', model='mlp', pixels='half', crop=0, flip=False, algorithm='fedavg', clients=6, lr=0.05,
+        participation=0.5, batch_size=16, partition='dirichlet_multiclass', alpha=0.3, tests='common',
+        personal='latest', rounds=3,
     )  # fmt: skip
     result = cohort_models.measured(setting, argparse.Namespace(data_dir=None, images=None, last=2), tmp_path)
     assert [row['round'] for row in result['rounds']] == [2, 3]
-    last = result['rounds'][-1]
-    np.testing.assert_allclose([last[name] for name in ('PM(V)', 'PM(L)')], list(result['all'].values()), rtol=1e-5)
+    k_train = jax.random.split(jax.random.key(setting.seed), 3)[1]
+    ids = simulate.choose(simulate.cohort_key(jax.random.fold_in(k_train, 2)), 6, 3)
+    for name, kind in (('PM(V)', 'present'), ('PM(L)', 'labels')):
+        kept = np.array(result['of_all'][f'personal_accuracy_{kind}'], float)
+        of_round = result['rounds'][-1]['clients'][name]
+        np.testing.assert_allclose(sorted(of_round), sorted(kept[ids]), rtol=1e-5)
+        np.testing.assert_allclose(result['rounds'][-1][name], np.mean(of_round), rtol=1e-5)
+        np.testing.assert_allclose(result['all'][name], np.nanmean(kept), rtol=1e-5)
     chosen = cohort_models.choices(result)
     assert chosen['.. the round of the best GM'][0] == max(row['GM'] for row in result['rounds'])
-    assert f'{100 * last["PM(V)"]:.1f}' in cohort_models.markdown({'FedAvg': result})
+    assert f'{100 * result["all"]["PM(V)"]:.1f}' in cohort_models.markdown({'FedAvg': result})
 
 
 def test_jpeg_once_more_changes_what_varies_and_keeps_places(bench):

@@ -103,6 +103,11 @@ class TestStudy:
             *small.scenes
         ] * 2
 
+    def test_a_scene_may_take_the_name_of_one_that_is_left_out(self):
+        said = plain(scales={'small': {'scenes': {'even': 'skewed'}}})
+        full, small = Study.of(said, 'x'), Study.of(said, 'x', 'small')
+        assert small.published == {('FedAvg', 'skewed'): full.published['FedAvg', 'even']}
+
     def test_json_and_toml_say_the_same(self, tmp_path):
         (tmp_path / 'mine.toml').write_text("""
             title = "Two methods"

@@ -220,13 +220,13 @@ def markdown(study: Study, found: Found, drawn: list[str], target: float | None 
 
 def as_run(study: Study, scene: str) -> str:
     """What a scene's baseline was run on, or its first row: a smaller scale may have another data set than print."""
-    runs = {run.method: run.setting for run in reversed(study.runs) if run.scene == scene}
-    setting = runs.get(study.baseline, next(iter(reversed(runs.values())), None))
-    if not isinstance(setting, Setting):
+    settings = {run.method: run.setting for run in study.runs if run.scene == scene}
+    setting = settings.get(study.baseline) or next(iter(settings.values()), None)
+    if not isinstance(setting, Setting):  # of a scene that cannot be run, or a frame
         return ''
-    clients = f'{setting.clients} clients' + (
-        f', {setting.cohort} of them a round' if setting.cohort < setting.clients else ''
-    )
+    clients = f'{setting.clients} clients'
+    if setting.cohort < setting.clients:
+        clients += f', {setting.cohort} of them a round'
     return f'Run: {setting.dataset}, {setting.model}, {clients}, {setting.rounds} rounds.'
 
 

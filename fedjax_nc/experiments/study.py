@@ -199,8 +199,8 @@ class Study:
         return cls(
             name, line(plain['title']), line(plain.get('source', '')), notes, baseline,
             dict(tables['metrics']), own, rows, tuple(shown.values()), seeds, tuple(runs),
-            {(method, shown.get(scene, scene)): pairs for (method, scene), pairs in printed.items()},
-            {shown.get(scene, scene): why for scene, why in unavailable.items()}, scale,
+            {(method, shown[scene]): pairs for (method, scene), pairs in printed.items() if scene in shown},
+            {shown[scene]: why for scene, why in unavailable.items() if scene in shown}, scale,
             line(chosen.get('about', '')), float(chosen.get('minutes', math.nan)), scales,
         )  # fmt: skip
 
