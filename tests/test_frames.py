@@ -78,6 +78,21 @@ def test_the_loss_of_the_faithful_solver():
 short = functools.partial(frames.sparse_etf, solver='gram', steps=30)
 
 
+def test_the_gradient_of_that_loss_is_by_differences():
+    rng = np.random.default_rng(4)
+    w = rng.normal(size=(7, 5)).astype(np.float32) / 4
+    ours = np.asarray(jax.grad(frames._closest_pairs)(jnp.asarray(w)))
+
+    def loss(w):
+        lengths = np.sqrt((w**2).sum(0))
+        cosines = (w / lengths).T @ (w / lengths) - 9 * np.eye(5)
+        return ((lengths - 0.5) ** 2).sum() - np.arccos(cosines.max(1)).mean()
+
+    steps = 1e-6 * np.eye(35).reshape(35, 7, 5)
+    theirs = [(loss(w + d) - loss(w - d)) / 2e-6 for d in steps]
+    np.testing.assert_allclose(ours.ravel(), theirs, atol=1e-6)
+
+
 def test_zeros_are_counted_exactly_and_drawn_from_the_whole_matrix():
     for sparsity, zeros in ((0.0, 0), (0.29, 29), (0.55, 55)):
         assert int((short(toys.KEY, 20, 5, sparsity=sparsity) == 0).sum()) == zeros
