@@ -1,5 +1,7 @@
 """Settings in which one method is another."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -11,8 +13,13 @@ from fedjax_nc.base import Aggregator
 from fedjax_nc.objective import objective
 
 
+@functools.cache  # several tests play the same game
+def compiled(algorithm, **kwargs):
+    return jax.jit(simulate.make_round(algorithm, cohort=5, **kwargs))
+
+
 def play(algorithm, data, rounds=2, **kwargs):
-    state, run = simulate.init(algorithm, toys.KEY, data), jax.jit(simulate.make_round(algorithm, cohort=5, **kwargs))
+    state, run = simulate.init(algorithm, toys.KEY, data), compiled(algorithm, **kwargs)
     for t in range(rounds):
         state, _ = run(jax.random.fold_in(toys.KEY, t), state, data)
     return state.server.variables
