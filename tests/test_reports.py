@@ -288,6 +288,21 @@ class TestFigures:
         assert 'clients' in drawn
         assert not {'curves', 'communication'} & set(drawn)
 
+    @pytest.mark.parametrize(
+        ('own', 'general', 'personal'),
+        [('global_accuracy_trained_last5', False, False), ('personal_accuracy_before', True, False)],
+    )
+    def test_leave_out_rows_that_look_at_another_model(self, tmp_path, own, general, personal):
+        methods = {**SAID['methods'], 'Base': {**SAID['methods']['Base'], 'metrics': {'general': own}}}
+        known = Study.of({**SAID, 'methods': methods, 'scenes': {'one': {}}, 'published': {}}, 'byhand')
+        for run in known.runs:
+            write(tmp_path, run, summary(run, 0.6, 0.7), curve(0.6, 4))
+        drawn = dict(figures.of(known, report.gather(known, tmp_path)))
+        labels = {line.get_label() for line in drawn['curves'].axes[0].lines}
+        assert ('Base' in labels, len(labels) > 0) == (general, True)
+        ticks = {tick.get_text() for tick in drawn['clients'].axes[0].get_xticklabels()}
+        assert ('Base' in ticks, len(ticks) > 0) == (personal, True)
+
     def test_show_means_over_seeds_and_what_was_sent(self, known, written):
         drawn = dict(figures.of(known, report.gather(known, written)))
         axes = drawn['curves'].axes[0]

@@ -19,7 +19,10 @@ Panels = dict[str, dict[str, Any]]
 
 
 def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
-    """All that can be drawn of the runs there are, but for those that diverged: name -> figure."""
+    """All that can be drawn of the runs there are, but for those that diverged: name -> figure.
+
+    What rounds, clients and classes say is of the model that a run ends with: rows that look at another are left out.
+    """
     curves: Panels = {}
     sent: Panels = {}
     spread: Panels = {}
@@ -29,7 +32,7 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
         drawn = {method: sound(found.get((method, scene), {})) for method in study.methods}
         names, group = grouping([s for runs in drawn.values() for s in runs if 'class_accuracy' in s])
         for method, runs in drawn.items():
-            if not runs:
+            if not runs or study.apart(method):
                 continue
             rounds = sorted(set.intersection(*({r for r, _ in s['curve']} for s in runs)))
             lines = [[dict(s['curve'])[r] for r in rounds] for s in runs]
@@ -39,7 +42,7 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
                 if each:
                     sent.setdefault(title, {})[method] = (np.array(rounds) * np.mean(each), lines)
             own = [a for s in runs for a in of_clients(s) if a is not None]
-            if own:
+            if own and not study.apart(method, 'personal_accuracy_'):
                 spread.setdefault(title, {})[method] = 100 * np.array(own)
             if grouped := [group(s) for s in runs if 'class_accuracy' in s]:
                 bars.setdefault(names, {}).setdefault(title, {})[method] = grouped

@@ -277,12 +277,8 @@ def cost_table(study: Study, found: Found, scene: str, target: float | None) -> 
     Accuracies are those of generic models; methods without one have none here, nor have rows that look at another model
     of a run than the one it ends with, as before calibration.
     """
-
-    def apart(method: str) -> bool:
-        return any(name.startswith('global_accuracy') for name in study.own.get(method, {}).values())
-
     goal = target
-    if goal is None and apart(study.baseline):
+    if goal is None and study.apart(study.baseline):
         goal = math.nan
     elif goal is None:
         base = sound(found.get((study.baseline, scene), {}))
@@ -294,7 +290,7 @@ def cost_table(study: Study, found: Found, scene: str, target: float | None) -> 
         if not runs:
             continue
         took = final = several = ''
-        if not apart(method) and all('global_accuracy' in summary for summary in runs):
+        if not study.apart(method) and all('global_accuracy' in summary for summary in runs):
             final, several = (cell('accuracy', *mean(last(s)[i] for s in runs)[:2]) for i in (0, 1))
             reached = [runner.value(s, f'{runner.TO}{goal / 100}') for s in runs]
             there = [rounds for rounds in reached if math.isfinite(rounds)]

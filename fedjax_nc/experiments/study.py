@@ -208,6 +208,15 @@ class Study:
         """The name in the summary of what the row of a `method` has under a `heading`, one of `metrics`."""
         return self.own[method].get(heading, self.metrics[heading])
 
+    def apart(self, method: str, kind: str = 'global_accuracy') -> bool:
+        """Whether a row looks at another model of its run than the one it ends with, as before calibration.
+
+        Args:
+          method: the row.
+          kind: how the names of what it looks at begin: `global_accuracy` for generic models, `personal_accuracy_`.
+        """
+        return any(name.startswith(kind) for name in self.own.get(method, {}).values())
+
     def some(
         self,
         methods: Sequence[str] | None = None,
