@@ -156,14 +156,16 @@ def sparse_etf(
     norm: float = 1.0,
     solver: str = 'mma',
     steps: int | None = None,
+    fit_norm: float = 0.5,
     start: Callable[[Array, int, int], Array] = simplex_etf,
 ) -> Array:
     """A frame with a fixed share of zeros that is as close to a simplex ETF as it can be: [dim, classes] float32.
 
     The sparse ETF classifier of FedLoGe (Xiao et al., ICLR 2024, Equations 3 to 5). Zeros are drawn from all entries of
-    a random simplex ETF, and the others are moved until columns `w_i` are equally long and as far apart as before:
+    a random simplex ETF, and the others are moved until columns `w_i` are equally long and as far apart as before, here
+    with gamma = 1/2:
 
-        sum_i (|w_i| - 1/2)^2 - 1/C sum_i arccos max_{j != i} cos(w_i, w_j).
+        sum_i (|w_i| - gamma)^2 - 1/C sum_i arccos max_{j != i} cos(w_i, w_j).
 
     Angles and zeros do not depend on lengths, so columns are brought to `norm` exactly at the end. A sparse frame with
     the angles of a simplex ETF needs about `(1 - sparsity) dim >= (classes + 1) / 2`; `frame_quality` tells how close
@@ -178,6 +180,8 @@ def sparse_etf(
       solver: 'mma', the loss above under Adam of rate 1e-4 for 10,000 steps, as the released code does it; or 'gram',
         which fits all cosines to `-1 / (C-1)` in 2,000 larger steps, and ends closer.
       steps: another number of steps.
+      fit_norm: gamma, the length at which 'mma' moves them; published: `norm`. The longer columns are, the more steps
+        they need: published angles vary more at 1 and 1.5 than at 1/2.
       start: the dense frame, `(key, dim, classes) -> [dim, classes]`, from whose entries it begins.
 
     Raises:
@@ -188,6 +192,7 @@ def sparse_etf(
     if solver not in ('mma', 'gram'):
         raise ValueError(f"solver must be 'mma' or 'gram', not {solver!r}")
     checks.number('norm', norm, open_low=True)
+    checks.number('fit_norm', fit_norm, open_low=True)
     if steps is not None:
         checks.whole('steps', steps, 0)
     k_dense, k_zeros = jax.random.split(key)
@@ -199,14 +204,14 @@ def sparse_etf(
             f'sparsity {sparsity} left a class without an entry in {dim} dimensions: lower it, or use more dimensions'
         )
     steps = steps if steps is not None else 10_000 if solver == 'mma' else 2_000
-    return norm * normalize(_spread(dense, kept, solver, steps).T).T
+    return norm * normalize(_spread(dense, kept, solver, steps, fit_norm).T).T
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _spread(frame: Array, kept: Array, solver: str, steps: int) -> Array:
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _spread(frame: Array, kept: Array, solver: str, steps: int, length: float) -> Array:
     """Sets the other entries of a frame to zero and moves those that are kept."""
     loss, opt = {
-        'mma': (_closest_pairs, optax.adam(1e-4)),
+        'mma': (functools.partial(_closest_pairs, length=length), optax.adam(1e-4)),
         'gram': (_gram_gap, optax.adam(optax.cosine_decay_schedule(1e-2, max(steps, 1)))),
     }[solver]
 
@@ -219,15 +224,15 @@ def _spread(frame: Array, kept: Array, solver: str, steps: int) -> Array:
     return jax.lax.fori_loop(0, steps, step, (frame, opt.init(frame)))[0]
 
 
-def _closest_pairs(frame: Array) -> Array:
-    """The loss of 'mma'. At length 1/2 its steps suffice; longer columns would need more of them."""
+def _closest_pairs(frame: Array, length: float) -> Array:
+    """The loss of 'mma'."""
     lengths = jnp.sqrt(jnp.maximum(jnp.sum(frame * frame, axis=0), 1e-12))
     columns = normalize(frame.T)
     apart = jnp.where(jnp.eye(len(columns), dtype=bool), -1.0, _cosines(jax.lax.stop_gradient(frame)))
     # Only the closest pairs have gradients: taken again by themselves, they spare two products of three.
     closest = jnp.sum(columns * columns[jnp.argmax(apart, axis=1)], axis=1)
     angles = jnp.arccos(jnp.clip(closest, -0.99999, 0.99999))
-    return jnp.sum(jnp.square(lengths - 0.5)) - jnp.mean(angles)
+    return jnp.sum(jnp.square(lengths - length)) - jnp.mean(angles)
 
 
 def _gram_gap(frame: Array) -> Array:

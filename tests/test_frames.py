@@ -66,13 +66,24 @@ def test_the_faithful_solver_is_accepted_at_full_size():
     check(frames.sparse_etf(toys.KEY, 512, 100, solver='gram'), norm=1.0, zeros=30720, gap=1e-3)
 
 
-def test_the_loss_of_the_faithful_solver():
-    """`sum_i (|w_i| - 1/2)^2 - mean_i arccos max_j cos`, written as loops."""
+@pytest.mark.parametrize('length', [0.5, 1.5])
+def test_the_loss_of_the_faithful_solver(length):
+    """`sum_i (|w_i| - gamma)^2 - mean_i arccos max_j cos`, written as loops."""
     frame = np.asarray(jax.random.normal(toys.KEY, (6, 4)), np.float64)
     norms = np.sqrt((frame**2).sum(0))
     nearest = [max(frame[:, i] @ frame[:, j] / norms[i] / norms[j] for j in range(4) if j != i) for i in range(4)]
-    want = ((norms - 0.5) ** 2).sum() - np.mean(np.arccos(nearest))
-    np.testing.assert_allclose(frames._closest_pairs(jnp.asarray(frame, jnp.float32)), want, rtol=1e-5)
+    want = ((norms - length) ** 2).sum() - np.mean(np.arccos(nearest))
+    np.testing.assert_allclose(frames._closest_pairs(jnp.asarray(frame, jnp.float32), length), want, rtol=1e-5)
+
+
+def test_long_columns_take_more_steps():
+    """Why the angles of the published table vary more the longer its columns are."""
+    seen = [
+        frames.frame_quality(frames.sparse_etf(toys.KEY, 64, 10, steps=5000, fit_norm=length, norm=2.0))
+        for length in (0.5, 1.0, 1.5)
+    ]
+    assert seen[0].angle_var < seen[1].angle_var < seen[2].angle_var
+    np.testing.assert_allclose([quality.norm_mean for quality in seen], 2.0, rtol=1e-6)
 
 
 short = functools.partial(frames.sparse_etf, solver='gram', steps=30)
@@ -81,7 +92,7 @@ short = functools.partial(frames.sparse_etf, solver='gram', steps=30)
 def test_the_gradient_of_that_loss_is_by_differences():
     rng = np.random.default_rng(4)
     w = rng.normal(size=(7, 5)).astype(np.float32) / 4
-    ours = np.asarray(jax.grad(frames._closest_pairs)(jnp.asarray(w)))
+    ours = np.asarray(jax.grad(frames._closest_pairs)(jnp.asarray(w), 0.5))
 
     def loss(w):
         lengths = np.sqrt((w**2).sum(0))
@@ -125,6 +136,7 @@ def test_a_head_on_a_sparse_frame():
         ({'sparsity': -0.1}, r'in \[0, 1\)'),
         ({'solver': 'sgd'}, "'mma' or 'gram'"),
         ({'norm': 0.0}, 'norm must be positive'),
+        ({'fit_norm': 0.0}, 'fit_norm must be positive'),
         ({'steps': -1}, 'steps must be at least 0'),
         ({'sparsity': 0.9}, 'left a class without an entry'),  # 2 entries for 5 classes
         ({'dim': 3}, 'no simplex ETF of 5 classes exists in 3'),

@@ -29,13 +29,15 @@ class Geometry(Plain):
     norm: float = 1.0
     solver: str = 'mma'
     steps: int = 10_000
+    fit_norm: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, low in (('dim', 1), ('classes', 2), ('steps', 0), ('seed', 0)):
             checks.whole(name, getattr(self, name), low)
         checks.number('sparsity', self.sparsity, high=1, open_high=True)
-        checks.number('norm', self.norm, open_low=True)
+        for name in ('norm', 'fit_norm'):
+            checks.number(name, getattr(self, name), open_low=True)
         if self.solver not in ('mma', 'gram'):
             raise ValueError(f'solver must be mma or gram, not {checks.shown(self.solver)}')
 
