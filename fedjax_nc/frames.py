@@ -210,8 +210,9 @@ def sparse_etf(
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _spread(frame: Array, kept: Array, solver: str, steps: int, length: float) -> Array:
     """Sets the other entries of a frame to zero and moves those that are kept."""
+    closest: Callable[[Array], Array] = functools.partial(_closest_pairs, length=length)
     loss, opt = {
-        'mma': (functools.partial(_closest_pairs, length=length), optax.adam(1e-4)),
+        'mma': (closest, optax.adam(1e-4)),
         'gram': (_gram_gap, optax.adam(optax.cosine_decay_schedule(1e-2, max(steps, 1)))),
     }[solver]
 
