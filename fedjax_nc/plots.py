@@ -292,7 +292,7 @@ def boxes(panels: Mapping[str, Mapping[str, ArrayLike]], *, ylabel: str = 'test 
     """
     ranks = _ranks(panels)
     names = max((len(spread) for spread in panels.values()), default=0)
-    figure, row = _figure(max(2.4, 0.75 * names + 0.8), 3.0, len(panels))
+    figure, row = _figure(max(3.0, 0.75 * names + 0.8), 3.0, len(panels))
     for axes, (title, spread) in zip(row, panels.items(), strict=True):
         for i, (name, given) in enumerate(spread.items()):
             values = np.asarray(given, float)
