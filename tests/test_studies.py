@@ -414,12 +414,15 @@ def test_frames_are_studied_without_training(tmp_path):
     for run in known.runs:
         found = runner.summary(run, tmp_path)
         config = json.loads((tmp_path / 'runs' / run.setting.name / 'config.json').read_text())
-        assert config == {**FRAMES['setting'], 'norm': 1.0, 'sparsity': run.setting.sparsity, 'seed': run.seed}
+        own = {'sparsity': run.setting.sparsity, 'seed': run.seed}
+        assert config == {**FRAMES['setting'], 'norm': 1.0, 'fit_norm': 0.5, **own}
         assert found['seconds']['total'] > 0
         assert found['versions']['jax']
         assert all(math.isfinite(found[name]) for name in found if isinstance(found[name], float))
     with pytest.raises(ValueError, match='solver must be mma or gram'):
         Study.of({**FRAMES, 'setting': {'solver': 'guess'}}, 'x')
+    with pytest.raises(ValueError, match='fit_norm must be positive'):
+        Study.of({**FRAMES, 'setting': {'fit_norm': 0.0}}, 'x')
 
 
 def history(folder):
