@@ -207,8 +207,8 @@ def sparse_etf(
     return norm * normalize(_spread(dense, kept, solver, steps, fit_norm).T).T
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _spread(frame: Array, kept: Array, solver: str, steps: int, length: float) -> Array:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _spread(frame: Array, kept: Array, solver: str, steps: int, length: Array | float) -> Array:
     """Sets the other entries of a frame to zero and moves those that are kept."""
     closest: Callable[[Array], Array] = functools.partial(_closest_pairs, length=length)
     loss, opt = {
@@ -225,7 +225,7 @@ def _spread(frame: Array, kept: Array, solver: str, steps: int, length: float) -
     return jax.lax.fori_loop(0, steps, step, (frame, opt.init(frame)))[0]
 
 
-def _closest_pairs(frame: Array, length: float) -> Array:
+def _closest_pairs(frame: Array, length: Array | float) -> Array:
     """The loss of 'mma'."""
     lengths = jnp.sqrt(jnp.maximum(jnp.sum(frame * frame, axis=0), 1e-12))
     columns = normalize(frame.T)
