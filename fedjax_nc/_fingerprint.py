@@ -3,16 +3,21 @@ written.
 
 Arrays go by their values. Algorithms are closures, and go by what they close over: names of functions, and every
 number, array, option and function that these hold, down to the last; functions of users also by their code and what
-they take from their module. The same program has the same fingerprint in every process and on every device. What is not
-seen is what an object of a compiled class holds without attributes.
+they take from their module, and classes of users by their methods and constants. The same program has the same
+fingerprint in every process and on every device. What is not seen is the code of classes of installed packages, and
+what an object of a compiled class holds without attributes.
 """
 
+import collections
 import dataclasses
 import enum
 import functools
 import hashlib
+import numbers
+import sys
 import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +29,10 @@ from fedjax_nc.base import Tree
 
 LIBRARIES = ('fedjax_nc.', 'jax.', 'jaxlib.', 'optax.', 'flax.', 'chex.', 'numpy.', 'functools.')
 """Whose functions go by name, so that a new version of one, or of a docstring, is still the same algorithm."""
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, np.ndarray, np.generic, jax.Array)
+MADE = ('__init__', '__new__', '__repr__', '__eq__', '__hash__', '__setattr__', '__delattr__', '__replace__')
+"""What `dataclasses` and flax write into classes."""
 
 
 def of_arrays(a: Tree) -> str:
@@ -64,9 +73,13 @@ def words(value: Any, met: dict[int, tuple[int, Any]]) -> Iterator[str]:
         return
     if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
         yield f'{getattr(value, "__module__", "")}.{getattr(value, "__qualname__", value.__name__)}'
-        return
+        if not (isinstance(value, type) and of_user(value)):
+            return
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         yield f'array {of_arrays(value)}'
+        return
+    if isinstance(value, range | numbers.Number):
+        yield f'{type(value).__name__} {value}'
         return
     if id(value) in met:
         yield f'as {met[id(value)][0]}'
@@ -80,10 +93,19 @@ def words(value: Any, met: dict[int, tuple[int, Any]]) -> Iterator[str]:
 
 def parts(value: Any) -> Iterator[Any]:
     """What a compound value is made of."""
+    if isinstance(value, type):
+        yield from body(value)
+        return
+    if of_user(type(value)):
+        yield type(value)
+        for cls in type(value).__mro__:
+            slots = vars(cls).get('__slots__', ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                yield from (name, getattr(value, name, None))
     if isinstance(value, Mapping):
         for name in sorted(value, key=repr):
             yield from (name, value[name])
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, tuple | list | collections.deque):
         yield from value
     elif isinstance(value, set | frozenset):
         yield from sorted(value, key=repr)
@@ -95,7 +117,8 @@ def parts(value: Any) -> Iterator[Any]:
         yield from (value.__func__, value.__self__)
     elif isinstance(value, types.FunctionType):
         yield f'{value.__module__}.{value.__qualname__}'
-        if not f'{value.__module__}.'.startswith(LIBRARIES):
+        # That of a decorator of a library, such as flax has on methods, is the module where it is written.
+        if not f'{value.__globals__.get("__name__", value.__module__)}.'.startswith(LIBRARIES):
             yield from code(value.__code__, value.__doc__, value.__globals__)
         yield from (value.__defaults__, value.__kwdefaults__)
         for cell in value.__closure__ or ():
@@ -110,6 +133,31 @@ def parts(value: Any) -> Iterator[Any]:
         yield value.__wrapped__
     else:
         yield from (getattr(value, '__dict__', None),)
+
+
+def of_user(cls: type) -> bool:
+    """Whether a class is of no installed package, and of none of Python's."""
+    if f'{cls.__module__}.'.startswith(LIBRARIES) or cls.__module__.partition('.')[0] in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(cls.__module__), '__file__', None) or ''
+    return not {'site-packages', 'dist-packages'} & set(Path(file).parts)
+
+
+def body(cls: type) -> Iterator[Any]:
+    """What a user's class says: those that it is made from, its methods and constants, by name."""
+    yield from cls.__bases__
+    for name, value in sorted(vars(cls).items()):
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget, value.fset
+        elif isinstance(value, functools.cached_property):
+            value = value.func
+        dunder = name.startswith('__') and name.endswith('__')
+        if name in MADE or (dunder and not isinstance(value, types.FunctionType)):
+            continue  # how an object is made shows in the object
+        if isinstance(value, (*PLAIN, types.FunctionType, functools.partial, type)) or hasattr(value, '__wrapped__'):
+            yield from (name, value)
 
 
 def code(of: types.CodeType, doc: str | None, scope: Mapping[str, Any]) -> Iterator[Any]:

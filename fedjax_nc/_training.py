@@ -4,17 +4,20 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import _fingerprint, devices, footprint, population, simulate
+from fedjax_nc import _fingerprint, checks, devices, footprint, population, simulate
 from fedjax_nc._checkpoints import Files, Row
 from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.data.host import HostData, feed, shapes
+
+OWN = ('round', 'loss', 'padded_work', 'broken', 'seconds')
+"""What every row says."""
 
 
 def parts(
@@ -135,6 +138,25 @@ def rows(report: simulate.Report, start: int, seconds: float, data: FederatedDat
         good.append({'round': start + i + 1, 'loss': float(loss), 'padded_work': float(padded), 'broken': len(broken),
                      'seconds': seconds})  # fmt: skip
     return good, ''
+
+
+def metrics(found: Any) -> Row:
+    """What an evaluation has found, as numbers for a row.
+
+    Raises:
+      ValueError: for all but scalars by name, and for a name that every row has already.
+    """
+    if not isinstance(found, Mapping):
+        raise ValueError(f'evaluate must return scalars by name, as {{"accuracy": 0.5}}, not {checks.shown(found)}')
+    told: Row = {}
+    for name, value in jax.device_get(dict(found)).items():
+        if name in OWN:
+            raise ValueError(f'{name!r} is what each row says of its round: give that metric of evaluate another name')
+        number = np.asarray(value)
+        if number.ndim or not (number.dtype == bool or jax.dtypes.issubdtype(number.dtype, np.number)):
+            raise ValueError(f'metric {name!r} of evaluate must be one number, not {checks.shown(value)}')
+        told[str(name)] = float(number)
+    return told
 
 
 def warn_of_broken(report: simulate.Report, new: list[Row], data: FederatedData) -> None:

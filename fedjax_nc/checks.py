@@ -181,6 +181,23 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + '...'
 
 
+def stacked(name: str, clients: Any) -> None:
+    """Refuses client states that are no arrays [K, ...], as those that a `population.Store` keeps off the devices.
+
+    Args:
+      name: what the caller calls them.
+      clients: states, or their shapes.
+
+    Raises:
+      ValueError: for such states.
+    """
+    if not all(hasattr(u, 'shape') and u.shape for u in jax.tree.leaves(clients)):
+        raise ValueError(
+            f'{name} are no arrays [K, ...]: states kept off the devices go to population.make_round and training.run, '
+            'and anywhere else as state.clients.state(state.server), which has to fit on the device'
+        )
+
+
 SUCH_AS = {
     Objective: 'an Objective, such as objective(model, head, loss)',
     Model: 'a Model, such as models.from_flax(module)',

@@ -1,7 +1,7 @@
 """Evaluation: count once which class was taken for which; every reported accuracy is a weighting of the counts.
 
-A table of counts is `[C, C]`: row = true class, column = predicted class. The two functions that run a model compile
-themselves, once for each algorithm and shape.
+A table of counts is `[C, C]`: row = true class, column = predicted class; what a model with NaN says counts as wrong.
+The two functions that run a model compile themselves, once for each algorithm and shape.
 """
 
 import contextlib
@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_nc import checks, tree
-from fedjax_nc.base import Algorithm, Array, FederatedData, Shard, State
+from fedjax_nc.base import Algorithm, Array, FederatedData, Shard, State, Tree
 from fedjax_nc.data.host import AT_ONCE, HostData, cohorts, part
 from fedjax_nc.local import batch_at, full_batches
 
 
 def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int = 256) -> Array:
     """Counts [C, C] int32 of `predict: x [B, ...] -> logits [B, C]` over the examples of one shard.
+
+    An example one of whose logits is NaN counts as taken for the class after its own: a broken model is never right.
 
     Args:
       predict: the model.
@@ -46,7 +48,9 @@ def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int =
 
     def step(s: Array, table: Array) -> Array:
         batch = batch_at(s, rows, shard, b)
-        guess = jnp.argmax(predict(batch.x), axis=-1)
+        logits = predict(batch.x)
+        broken = jnp.isnan(logits).any(-1)  # of which `argmax` would name the first
+        guess = jnp.where(broken, (batch.y + 1) % classes, jnp.argmax(logits, axis=-1))
         return table.at[batch.y, guess].add(batch.mask.astype(jnp.int32))
 
     return jax.lax.fori_loop(0, -(-shard.size // b), step, jnp.zeros((classes, classes), jnp.int32))
@@ -95,13 +99,13 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
         raise ValueError(f'a test set needs examples [n, ...], not the shape {x.shape}')
     checks.labels('test labels', y, len(x), num_classes)
     checks.finite('test examples', x)
-    return _generic(algorithm, state, x, y, num_classes, batch_size)
+    return _generic(algorithm, state.server, x, y, num_classes, batch_size)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
-def _generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes: int, batch_size: int) -> Array:
+def _generic(algorithm: Algorithm, server: Tree, x: Array, y: Array, num_classes: int, batch_size: int) -> Array:
     shard = Shard(x, y, jnp.arange(len(y)), jnp.int32(len(y)), jnp.zeros(num_classes, jnp.int32))
-    return confusion(lambda x: algorithm.predict(state.server, None, x), shard, batch_size)
+    return confusion(lambda x: algorithm.predict(server, None, x), shard, batch_size)
 
 
 def per_client(
@@ -129,7 +133,7 @@ def per_client(
 
     Raises:
       ValueError: if the model and the data have other numbers of classes, the state and the data of clients, `allowed`
-        has another shape, or for what is no algorithm or no data.
+        has another shape, or for what is no algorithm, no data or a state that is kept off the devices.
 
     Example:
       >>> import jax
@@ -147,6 +151,7 @@ def per_client(
     checks.kind('data', data, FederatedData)
     if allowed is not None and np.shape(allowed)[1:] != (data.num_classes,):
         raise ValueError(f'`allowed` must be [K, C] for {data.num_classes} classes, not {np.shape(allowed)}')
+    checks.stacked('state.clients', state.clients)
     for what, found in (('the state has', state.clients), ('`allowed` has rows for', allowed)):
         sizes = {len(u) for u in jax.tree.leaves(found)} - {data.num_clients}
         if sizes:
@@ -262,7 +267,7 @@ def groups(counts: Array) -> Array:
     ordered = jnp.take_along_axis(counts, order, axis=-1)
     before = jnp.cumsum(ordered, axis=-1) - ordered
     total = jnp.sum(counts, axis=-1, keepdims=True)
-    group = (4 * before >= 3 * total).astype(jnp.int32) + (20 * before >= 19 * total)
+    group = (before >= total - total // 4).astype(jnp.int32) + (before >= total - total // 20)  # 4 * total may overflow
     return jnp.take_along_axis(group, jnp.argsort(order, axis=-1), axis=-1)
 
 

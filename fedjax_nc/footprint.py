@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from fedjax_nc import simulate, tree
+from fedjax_nc import checks, simulate, tree
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, Info, State, Tree
 
 
@@ -68,9 +68,10 @@ def estimate(
       Bytes of each part; `total` of them all.
 
     Raises:
-      ValueError: for a cohort or a chunk that `make_round` refuses.
+      ValueError: for a cohort or a chunk that `make_round` refuses, or client states that are kept off the devices.
     """
     simulate.make_round(algorithm, cohort=cohort, chunk=chunk)
+    checks.stacked('state.clients', state.clients)
     key = jax.eval_shape(lambda: jax.random.key(0))
     members = jax.eval_shape(lambda key: simulate.choose(key, data.num_clients, cohort), key).size
     platform = platform or {'gpu': 'cuda'}.get(name := jax.default_backend(), name)

@@ -137,7 +137,13 @@ class Store:
 
 
 def init(algorithm: Algorithm, key: Array, data: FederatedData, folder: str | Path | None = None) -> State:
-    """As `simulate.init`, with a `Store` in the place of the client states, in files in `folder` or else in memory."""
+    """As `simulate.init`, with a `Store` in the place of the client states, in files in `folder` or else in memory.
+
+    Raises ValueError as that does.
+    """
+    checks.kind('algorithm', algorithm, Algorithm)
+    checks.key('key', key)
+    checks.kind('data', data, FederatedData)
     k_server, k_clients = jax.random.split(key)
     server = algorithm.init(k_server, data)
     return State(server, Store(algorithm, k_clients, server, data.num_clients, folder))

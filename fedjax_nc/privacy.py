@@ -158,11 +158,10 @@ def epsilon(
       ImportError: without dp-accounting.
       ValueError: for arguments out of range, or another `sampling`.
     """
-    if not noise_multiplier >= 0 or not 0 < sampling_rate <= 1 or rounds < 0 or not 0 < delta < 1:
-        raise ValueError(
-            'epsilon needs noise_multiplier >= 0, 0 < sampling_rate <= 1, rounds >= 0 and 0 < delta < 1, not '
-            f'{noise_multiplier}, {sampling_rate}, {rounds}, {delta}'
-        )
+    checks.number('noise_multiplier', noise_multiplier)
+    checks.number('sampling_rate', sampling_rate, high=1, open_low=True)
+    checks.whole('rounds', rounds, 0)
+    checks.number('delta', delta, high=1, open_low=True, open_high=True)
     if sampling not in ('fixed', 'poisson'):
         raise ValueError(f"sampling must be 'fixed' or 'poisson', not {sampling!r}")
     try:

@@ -191,7 +191,11 @@ def _chosen(algorithm: Algorithm, state: State, data: FederatedData, client: int
     checks.whole('client', client, 0)
     if client >= data.num_clients:
         raise ValueError(f'client must be one of {data.num_clients}, not {client}')
-    if isinstance(state.clients, population.Store):
+    stored = isinstance(state.clients, population.Store)
+    held = {state.clients.num_clients} if stored else {len(u) for u in jax.tree.leaves(state.clients)}
+    if held - {data.num_clients}:
+        raise ValueError(f'the state has {held.pop()} clients, and the data have {data.num_clients}')
+    if stored:
         return state.server, jax.tree.map(lambda u: u[0], state.clients.take(np.array([client])))
     if not jax.tree.leaves(state.clients):
         raise ValueError('clients of this algorithm keep nothing: their models come from a stage such as finetune')

@@ -196,6 +196,7 @@ def make_round(
     def round(key: Array, state: State, data: FederatedData | Part, ids: Array | None = None) -> tuple[State, Report]:
         checks.kind('state', state, State)
         population = data.num_clients
+        checks.stacked('state.clients', state.clients)
         if any(u.shape[0] != population for u in jax.tree.leaves(state.clients)):
             held = jax.tree.leaves(state.clients)[0].shape[0]
             raise ValueError(f'the state has {held} clients and the data {population}: make it with init or join')
@@ -363,6 +364,8 @@ def named_cohort(ids: Array, population: int) -> Array:
     """
     given = ids if checks.traced(ids) else np.asarray(ids)
     checks.rows('ids', given, 1)
+    if not len(given):
+        raise ValueError('ids are empty: name at least one client')
     if not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(f'ids must be integers, the numbers of clients, not {given.dtype}')
     if not checks.traced(ids):

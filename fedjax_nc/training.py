@@ -21,7 +21,10 @@ from fedjax_nc.data.host import HostData
 __all__ = ['CheckpointError', 'DivergedError', 'Evaluate', 'OnRound', 'Run', 'last_mean', 'run']
 
 Evaluate = Callable[[State], dict[str, Array]]
-"""From the state to named scalars, arrays [] of numbers; 'accuracy' is shown in the progress bar."""
+"""From the state to named scalars, arrays [] of numbers; 'accuracy' is shown in the progress bar.
+
+Names are other than those that each row has: `round`, `loss`, `padded_work`, `broken`, `seconds`.
+"""
 
 
 OnRound = Callable[[Row, State], None]
@@ -106,7 +109,8 @@ def run(
 
     Raises:
       ValueError: if `rounds` or another number is not a whole one of at least 1, if `resume` lacks `out`, if `out`
-        already holds a run that is not to be resumed, or one of more rounds, or is in use by another run.
+        already holds a run that is not to be resumed, or one of more rounds, or is in use by another run; at the first
+        evaluation, if that does not give scalars by name.
       MemoryError: if a round would need more memory than there is; before anything is compiled.
       DivergedError: when the server is not finite any more, or no client is; it names the round, the broken clients and
         what may be the cause, and the last good checkpoint stays.
@@ -132,6 +136,8 @@ def run(
         checks.whole(what, number)
     checks.whole('eval_last', eval_last, 0)
     checks.number('checkpoint_pause', checkpoint_pause)
+    if memory_limit is not None:
+        checks.number('memory_limit', memory_limit, finite=False)
     if resume and out is None:
         raise ValueError('resume needs the directory of the run: pass out=')
     checks.key('key', key)
@@ -149,7 +155,7 @@ def run(
         return evaluate is not None and (round % eval_every == 0 or round > rounds - eval_last)
 
     def due(round: int) -> bool:
-        return evaluated(round) or round % often == 0
+        return evaluated(round) or (out is not None and round % often == 0)
 
     def rested(since: float) -> bool:
         return not checkpoint_pause or agreed(since >= checkpoint_pause)
@@ -173,7 +179,7 @@ def run(
                 if trouble:
                     raise DivergedError(trouble + _training.given_up(files, new))
                 if evaluate is not None and evaluated(stop):
-                    new[-1] |= {k: float(v) for k, v in jax.device_get(evaluate(state)).items()}
+                    new[-1] |= _training.metrics(evaluate(state))
                 if not any(row['broken'] for row in history):
                     _training.warn_of_broken(report, new, data)
                 history += new

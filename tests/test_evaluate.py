@@ -5,8 +5,9 @@ import pytest
 import toys
 from sklearn.metrics import f1_score
 
-from fedjax_nc import evaluate, simulate
+from fedjax_nc import evaluate, footprint, population, simulate
 from fedjax_nc.algorithms import fedavg, finetune
+from fedjax_nc.base import State
 
 stage = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 
@@ -38,6 +39,33 @@ def test_clients_are_tested_on_their_own_rows_with_their_own_models(data):
         np.testing.assert_array_equal(mine[k], table_by_hand(stage.predict(tuned.server, own, x), y))
         np.testing.assert_array_equal(shared[k], table_by_hand(stage.predict(tuned.server, None, x), y))
     assert evaluate.over_clients(mine).mean > evaluate.over_clients(shared).mean + 0.1
+
+
+def test_a_broken_model_is_never_right(data):
+    """`argmax` of NaN is 0, and a client that has class 0 alone would be the best of all."""
+    state, _ = jax.jit(simulate.make_round(stage))(toys.KEY, simulate.init(stage, toys.KEY, data), data)
+    state = state._replace(clients=jax.tree.map(lambda u: u.at[3].set(jnp.nan), state.clients))
+    tables = evaluate.per_client(stage, state, data)
+    for k in range(8):
+        y = toys.examples(data, k)[1]
+        np.testing.assert_array_equal(np.sum(tables[k], 1), np.bincount(y, minlength=toys.CLASSES))
+        assert (np.trace(tables[k]) == 0) == (k == 3)
+    nothing = jax.tree.map(lambda u: jnp.full_like(u, jnp.nan), state.server)
+    assert evaluate.accuracy(evaluate.generic(stage, State(nothing, ()), data.x, data.y, toys.CLASSES)) == 0
+
+
+def test_states_off_the_devices_are_said_to_be_there(data):
+    state = population.init(stage, toys.KEY, data)
+    for call in (
+        lambda: evaluate.per_client(stage, state, data),
+        lambda: simulate.make_round(stage)(toys.KEY, state, data),
+        lambda: footprint.estimate(stage, state, data),
+    ):
+        with pytest.raises(ValueError, match=r'population.make_round .* state.clients.state\(state.server\)'):
+            call()
+    here = state.clients.state(state.server)
+    tables = (evaluate.generic(stage, s, data.x, data.y, toys.CLASSES) for s in (state, here))
+    np.testing.assert_array_equal(*tables)
 
 
 TABLES = jnp.asarray([[[3, 1], [0, 4]], [[0, 0], [2, 2]], [[0, 0], [0, 0]]])

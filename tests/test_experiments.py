@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_nc import experiments, training
-from fedjax_nc.experiments import Setting, command, pipeline, recipes
+from fedjax_nc import experiments, heads, local, losses, models, training
+from fedjax_nc.algorithms import finetune
+from fedjax_nc.experiments import Setting, command, pipeline, recipes, scene
+from fedjax_nc.experiments.measures import Measures
+from fedjax_nc.objective import objective
 
 SMALL = {'dataset': 'digits', 'clients': 6, 'rounds': 2, 'local_epochs': 1}
 
@@ -26,6 +29,14 @@ class TestSetting:
         for name in ('a.json', 'a.toml'):
             assert Setting.read(tmp_path / name) == setting
             assert Setting.read(tmp_path / name).digest == setting.digest
+
+    def test_is_the_same_whatever_its_numbers_and_sequences_are(self, tmp_path):
+        given = {'dataset': 'digits', 'algorithm': 'fedprox', 'options': {'anchored': ('head',), 'mu': np.float64(0.5)}}
+        setting = Setting(**given, seed=np.int64(1), clients=np.int32(4), lr=np.float64(0.1), alpha=jnp.int32(1))
+        plain = given | {'options': {'anchored': ['head'], 'mu': 0.5}}
+        assert setting == Setting(**plain, seed=1, clients=4, lr=0.1, alpha=1)
+        assert Setting(**json.loads(json.dumps(setting.plain()))) == setting
+        assert setting.digest == Setting(**plain, seed=1, clients=4, lr=0.1, alpha=1.0).digest
 
     def test_what_has_a_default_is_resolved(self):
         assert (Setting().model, Setting().lr, Setting().partition) == ('resnet20', 0.04, 'dirichlet')
@@ -232,6 +243,57 @@ def test_server_optimizers_have_their_rate_or_the_one_given(monkeypatch, choice,
     update, _ = opt.update(np.float32(-1), opt.init(theta), theta)
     np.testing.assert_allclose(update, step, rtol=1e-6)
     assert (given['head'], given['loss']) == ('linear', 'balanced_softmax')
+
+
+def test_means_of_a_run_that_was_cut_short_are_of_its_last_rounds(tmp_path, monkeypatch):
+    """Those that were not evaluated, because nobody knew that they would be among the last, are left out."""
+    monkeypatch.setattr(pipeline, 'PAUSE', 0.0)
+    plain = SMALL | {'algorithm': 'fedavg', 'eval_every': 3, 'eval_last': 3}
+
+    def stop(row, state):
+        if row['round'] == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.run(Setting(**plain | {'rounds': 20}), tmp_path, on_round=stop, progress=False)
+    with pytest.warns(UserWarning, match='means over the last 3 rounds leave some out'):
+        summary = pipeline.run(Setting(**plain | {'rounds': 7}), tmp_path, resume=True, progress=False)
+    rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert [row['round'] for row in rows if 'accuracy' in row] == [3, 6, 7]
+    assert summary['global_accuracy_last3'] == pytest.approx((rows[5]['accuracy'] + rows[6]['accuracy']) / 2)
+
+
+@pytest.mark.filterwarnings('ignore:round 1')
+def test_models_that_clients_keep_and_that_are_broken_are_no_result(tmp_path):
+    rng, n = np.random.default_rng(0), 160
+    x, y, own = rng.normal(size=(n, 5)).astype(np.float32), rng.integers(0, 3, n), np.repeat(np.arange(4), n // 4)
+    x[own == 0] *= 1e25
+    np.savez(tmp_path / 'own.npz', x_train=x, y_train=y, x_test=x[-9:], y_test=np.arange(9) % 3, clients_train=own)
+    setting = Setting(
+        dataset='own.npz', model='mlp', partition='natural', clients=4, algorithm='solo', rounds=1, batch_size=16
+    )
+    with pytest.raises(training.DivergedError, match='personal models diverged'):
+        pipeline.run(setting, tmp_path / 'run', data_dir=tmp_path, progress=False)
+    summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+    assert summary['broken_clients'] >= 1
+    assert summary['personal_accuracy'] is None
+
+
+def test_a_variant_of_personal_models_that_diverges_is_no_result():
+    setting = Setting(**SMALL, algorithm='fedavg')
+    found = scene.load(setting)
+    recipe = scene.build(setting, found[0])
+    task = objective(models.from_flax(models.MLP()), heads.linear(), losses.cross_entropy)
+    stages = {
+        name: finetune.algorithm(task, local.sgd(lr), plan=local.Plan(16, 1))
+        for name, lr in (('tuned', 0.01), ('wild', 1e30))
+    }
+    measure = Measures(setting, recipe._replace(variants=stages), found)
+    state = measure.begun()
+    told, tuned = measure.personal(state, measure.delivered(state))
+    assert tuned
+    assert told['personal_accuracy_tuned'] > 0
+    assert told['personal_accuracy_wild'] is None
 
 
 def test_personal_models_that_diverge_are_no_result(tmp_path, monkeypatch):

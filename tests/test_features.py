@@ -45,6 +45,10 @@ def test_other_turns_interpolate_in_the_same_direction():
                     np.testing.assert_allclose(out[i, row, column, 0], weight, atol=1e-6)
                 else:
                     assert out[i, row, column, 0] == 0
+    dots = np.zeros((1, 9, 9), bool)
+    dots[0, 4, 7] = dots[0, 1, 1] = True
+    turned = data.rotate(dots, [[0]], [30.0])
+    np.testing.assert_array_equal(turned, np.rint(data.rotate(dots.astype(float), [[0]], [30.0])).astype(bool))
     white = np.full((1, 9, 9), 200, np.uint8)
     assert data.rotate(white, [[0]], [45])[0, 4, 4] == 200  # rounded, not cut off
     assert data.rotate(white, [[0]], [45])[0, 0, 0] == 0

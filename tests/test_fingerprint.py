@@ -5,6 +5,9 @@ import subprocess
 import sys
 import threading
 import types
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -44,6 +47,64 @@ def test_every_field_of_a_module_counts():
     assert of_model(models.MLP((64, 64))) != of_model(models.MLP((64, 65)))
 
 
+class Part(nn.Module):
+    steep: float = 1.0
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x) * self.steep
+
+
+class Whole(nn.Module):
+    def setup(self):
+        self.part = Part()
+
+    def __call__(self, x, *, mask=None, train=False):
+        return nn.relu(self.part(x))
+
+
+class Base:
+    slope = 0.1
+
+    def __call__(self, x):
+        return jnp.where(x > 0, x, self.slope * x)
+
+
+class Leaky(Base):
+    __slots__ = ('own',)
+
+    def __init__(self, own):
+        self.own = own
+
+    @property
+    def twice(self):
+        return 2 * self.own
+
+
+@pytest.mark.parametrize(
+    ('value', 'change'),
+    [
+        (Whole(), (Whole, '__call__', lambda self, x, *, mask=None, train=False: jnp.tanh(self.part(x)))),
+        (Whole(), (Part, '__call__', nn.compact(lambda self, x: nn.Dense(3)(x) - self.steep))),
+        (Leaky(1), (Base, '__call__', lambda self, x: jnp.maximum(x, 0))),
+        (Leaky(1), (Base, 'slope', 0.2)),
+        (Leaky(1), (Leaky, 'twice', property(lambda self: 3 * self.own))),
+        (Leaky(1).__call__, (Base, 'slope', 0.2)),
+    ],
+)
+def test_what_a_class_of_users_says_counts(value, change, monkeypatch):
+    before = of_algorithm(value)
+    assert of_algorithm(value) == before
+    monkeypatch.setattr(*change)
+    assert of_algorithm(value) != before
+
+
+def test_classes_of_installed_packages_go_by_name(monkeypatch):
+    before = of_algorithm(models.MLP((3,)))
+    monkeypatch.setattr(models.MLP, 'new_in_a_later_version', 3, raising=False)
+    assert of_algorithm(models.MLP((3,))) == before
+
+
 class Kind(enum.Enum):
     A = 1
     B = 2
@@ -76,6 +137,11 @@ PAIRS = {
     'arrays': (np.arange(3.0), np.array([0.0, 1.0, 2.5])),
     'jax arrays': (jnp.arange(3), jnp.arange(4)),
     'enums': (Kind.A, Kind.B),
+    'ranges': (range(3), range(5)),
+    'fractions': (Fraction(1, 3), Fraction(1, 2)),
+    'decimals': (Decimal('0.1'), Decimal('0.2')),
+    'queues': (deque([1]), deque([2])),
+    'slots': (Leaky(1), Leaky(2)),
     'slices': (slice(1, 2), slice(1, 3)),
     'namespaces': (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
     'objects that are called': (Loss(1.0), Loss(2.0)),

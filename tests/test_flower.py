@@ -320,7 +320,8 @@ def test_phases_that_cannot_be_carried_out(data, phase, match):
 
 
 @pytest.mark.parametrize(
-    'settings', [{'least': 0}, {'most': 0}, {'evaluate_every': 0}, {'nodes': {1: 0, 2: 0}}, {'patience': 3}]
+    'settings',
+    [{'least': 0}, {'least': 6}, {'most': 0}, {'evaluate_every': 0}, {'nodes': {1: 0, 2: 0}}, {'patience': 3}],
 )
 def test_servers_that_cannot_be(data, settings):
     agreed = agreement([flower.Phase(fedavg.algorithm(toys.task, toys.opt), ROUNDS)], data)

@@ -257,12 +257,12 @@ class Twice(Loopback):
         return found + [m for m in again if m.metadata.src_node_id == 101 + BAD]
 
 
-def begun(agreed, grid, out, patience=PATIENCE, most=1e30):
+def begun(agreed, grid, out, patience=PATIENCE, most=1e30, least=1):
     """A server that has met its sites, and keeps nothing on disk."""
     out.mkdir(exist_ok=True)
     sites = _sites.Sites(grid, agreed, out / 'sites.json', None)
     sites.gather(4, 1.0)
-    return _server.Server(grid, context(1), agreed, _plan.checked(agreed), sites, patience, 1, most)
+    return _server.Server(grid, context(1), agreed, _plan.checked(agreed), sites, patience, least, most)
 
 
 @pytest.fixture(scope='module')
@@ -827,9 +827,9 @@ def test_a_sum_goes_on_without_who_fails_in_a_stage(hidden, data, tmp_path, name
     assert not SPRUNG
 
 
-def once(agreed, there, change, out):
+def once(agreed, there, change, out, **options):
     """One sum unseen, and who is in it; the step of the server is that of simulation."""
-    server = begun(agreed, Loopback(there, change), out)
+    server = begun(agreed, Loopback(there, change), out, **options)
     state, begin = server.begin(0, None)
     key = jax.random.fold_in(ROUNDS, 0)
     answers = server.ask(_server.Asking(0, 1, key, state, [begin], [np.zeros(4, int)]))
@@ -837,6 +837,31 @@ def once(agreed, there, change, out):
         return answers.missing, []
     ids = np.where(np.isin(answers.ids, answers.there), answers.ids, 4).astype(np.int32)
     return UNSEEN(key, state, _plan.blank(agreed, server.sites.sizes), ids, answers.summed), answers.there
+
+
+@pytest.mark.parametrize('stage', [Stage.SHARE_KEYS, Stage.COLLECT_MASKED_VECTORS])
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_a_server_that_wants_all_sites_sees_no_sum_of_fewer(hidden, tmp_path, stage):
+    """The round is asked for again, and a sum of all less one of the others would be a site's message."""
+    agreed, there, _ = hidden
+    asked = []
+
+    def change(node, message, reply):
+        said = message.content.config_records.get(RECORD_KEY_CONFIGS)
+        if said is not None:
+            asked.append(said[Key.STAGE])
+            if node == 101 + BAD and said[Key.STAGE] == stage:
+                return None
+        return reply
+
+    missing, stayed = once(agreed, there, change, tmp_path, least=4)
+    assert stayed == []
+    assert 'fewer than 4 of 4 sites stayed' in missing
+    assert stage in asked
+    assert Stage.UNMASK not in asked
+    asked.clear()
+    assert len(once(agreed, there, change, tmp_path / 'three', least=3)[1]) == 3
+    assert Stage.UNMASK in asked
 
 
 UNSEEN = _server.unseen_step(flower.Phase(FEDAVG, ROUNDS, 1))

@@ -310,6 +310,29 @@ def test_where_nothing_can_be_written_nothing_is_kept(photos, kept, monkeypatch)
         load_folder(folder, cache=kept.with_name('other'))
 
 
+def test_what_cannot_be_read_is_not_blamed_on_the_cache(photos, kept, monkeypatch, recwarn):
+    folder, _ = photos
+    tried = []
+
+    def refused(*args):
+        tried.append(args)
+        raise PermissionError(13, 'Permission denied')
+
+    monkeypatch.setattr(folders.pictures, 'decode', refused)
+    with pytest.raises(PermissionError, match='Permission denied'):
+        load_folder(folder, cache=kept)
+    assert len(tried) == 1
+    assert not recwarn.list
+
+
+def test_numbers_of_numpy_are_taken(tmp_path, kept):
+    images(tmp_path / 'all', ('.',), count=8)
+    plain = load_folder(tmp_path / 'all', test=0.25, seed=3, cache=kept)
+    same = load_folder(tmp_path / 'all', test=np.float32(0.25), seed=np.int64(3), cache=kept)
+    np.testing.assert_array_equal(plain.x_test, same.x_test)
+    assert len(list(kept.glob('*.decoded'))) == 1
+
+
 @pytest.mark.filterwarnings('ignore:waiting for another process')
 def test_of_several_at_once_one_decodes(photos, kept, monkeypatch):
     folder, pixels = photos

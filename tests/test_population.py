@@ -121,3 +121,9 @@ def test_another_population_is_refused(data, round):
         round(toys.KEY, population.init(kept, toys.KEY, data), toys.ragged([20] * 5))
     with pytest.raises(ValueError, match='cohort must be at least 1'):
         population.make_round(kept, cohort=0)
+    with pytest.raises(ValueError, match='name at least one client'):
+        round(toys.KEY, population.init(kept, toys.KEY, data), data, np.zeros(0, int))
+    wrong = {'an Algorithm': ('x', toys.KEY, data), 'key': (kept, 3, data), 'data': (kept, toys.KEY, 5)}
+    for said, arguments in wrong.items():
+        with pytest.raises(ValueError, match=said):
+            population.init(*arguments)

@@ -360,10 +360,17 @@ def test_epsilon_without_the_accountant_says_how_to_install_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'wrong', [(-1.0, 0.1, 10, 1e-5), (1.0, 0.0, 10, 1e-5), (1.0, 0.1, -1, 1e-5), (1.0, 0.1, 10, 1.0)]
+    ('argument', 'value'),
+    [
+        *[('noise_multiplier', value) for value in (-1.0, math.inf, '1')],
+        *[('sampling_rate', value) for value in (0.0, 1.1, math.nan)],
+        *[('rounds', value) for value in (-1, 2.5)],
+        *[('delta', value) for value in (0.0, 1.0)],
+    ],
 )
-def test_epsilon_refuses_what_is_out_of_range(wrong):
-    with pytest.raises(ValueError, match='epsilon needs'):
-        privacy.epsilon(*wrong)
+def test_epsilon_refuses_what_is_out_of_range(argument, value):
+    given = {'noise_multiplier': 1.0, 'sampling_rate': 0.1, 'rounds': 10, 'delta': 1e-5, argument: value}
+    with pytest.raises(ValueError, match=argument):
+        privacy.epsilon(**given)
     with pytest.raises(ValueError, match='poisson'):
         privacy.epsilon(1.0, 0.1, 10, 1e-5, sampling='shuffled')

@@ -269,6 +269,11 @@ def test_values():
     assert runner.value(found, 'rounds_to:0.3') == 1
     for name in ('text', 'none', 'missing', 'rounds_to:0.62'):
         assert math.isnan(runner.value(found, name))
+    for percent in range(1, 100):  # shares of 100 in float32, some of them less than the target of that name
+        met = {'curve': [(5, 100.0 * float(np.float32(percent) / np.float32(100))), (10, 100.0)]}
+        assert runner.value(met, f'rounds_to:{percent / 100}') == 5
+        missed = {'curve': [(5, percent - 0.01), (10, 100.0)]}  # by one of 10,000 examples
+        assert runner.value(missed, f'rounds_to:{percent / 100}') == 10
 
 
 class TestFigures:

@@ -100,6 +100,12 @@ def test_what_cannot_be_saved(clients, tmp_path):
     for message, call in {
         'no generic model': lambda: saving.save(path, alone, simulate.init(alone, toys.KEY, clients), clients),
         'keep nothing': lambda: saving.save(path, algorithm, state, clients, client=1),
+        'state has 4 clients, and the data have 9': lambda: saving.save(
+            path, alone, simulate.init(alone, toys.KEY, clients), toys.ragged([20] * 9), client=7
+        ),
+        '4 clients, and the data have 9': lambda: saving.save(
+            path, alone, population.init(alone, toys.KEY, clients), toys.ragged([20] * 9), client=7
+        ),
         'one of 4, not 9': lambda: saving.save(path, algorithm, state, clients, client=9),
         'name all 5': lambda: saving.save(path, algorithm, state, clients, classes=['a', 'b']),
         'JSON can hold': lambda: saving.save(path, algorithm, state, clients, about={'model': nn.Dense(3)}),

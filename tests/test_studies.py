@@ -154,7 +154,7 @@ class TestStudy:
 
     def test_some_of_it(self):
         whole = Study.of(PLAIN, 'x')
-        part = whole.some(['FedProx'], ['even'], [5, 3])
+        part = whole.some(['FedProx'], ['even'], [5, np.int64(3), 5])
         assert [(r.method, r.scene, r.seed, r.setting.seed) for r in part.runs] == [
             ('FedProx', 'even', 5, 5), ('FedProx', 'even', 3, 3),
         ]  # fmt: skip
@@ -162,6 +162,13 @@ class TestStudy:
         assert {r.setting.partition for r in part.runs} == {'iid'}
         assert whole.some() == whole
         assert whole.some(['FedProx', 'FedAvg']).methods == ('FedAvg', 'FedProx')
+        for names, said in (
+            ({'methods': []}, 'methods name none'),
+            ({'seeds': []}, 'seeds name none'),
+            ({'seeds': ['5']}, 'each of the seeds must be a whole number'),
+        ):
+            with pytest.raises(ValueError, match=said):
+                whole.some(**names)
         for names in ({'methods': ['FedFoo']}, {'scenes': ['FedFoo']}):
             with pytest.raises(ValueError, match=r'no (methods|scenes) FedFoo; there are'):
                 whole.some(**names)
@@ -209,6 +216,7 @@ class TestStudy:
             ({'metrics': {'fast': 'rounds_to:soon'}, 'published': {}}, 'rounds_to'),
             ({'scales': {'full': {'setting': 3}}}, 'setting'),
             ({'scales': {'full': {'methods': 3}}}, 'methods'),
+            ({'scales': {'full': {'methods': []}}}, 'methods name none'),
             ({'scales': {'full': {'minutes': 'four'}}}, 'four|minutes'),
             ({'scales': {'full': {'minutes': [4]}}}, 'minutes'),
         ],

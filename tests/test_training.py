@@ -160,6 +160,36 @@ def test_the_last_rounds_are_evaluated_whatever_the_interval(data):
     assert [row['round'] for row in history if 'accuracy' in row] == [4, 6, 7, 8]
 
 
+@pytest.mark.parametrize(
+    ('found', 'said'),
+    [
+        ({'loss': 0.5}, "'loss' is what each row says"),
+        ({'round': 3}, "'round' is what"),
+        ({'seconds': 0}, "'seconds' is what"),
+        ({'f1': np.ones(3)}, r"metric 'f1' of evaluate must be one number, not an array \(3,\)"),
+        ({'f1': 'high'}, "metric 'f1' .* not 'high'"),
+        (0.5, 'scalars by name'),
+    ],
+)
+def test_metrics_that_are_none(data, found, said):
+    with pytest.raises(ValueError, match=said):
+        go(plain, data, rounds=1, evaluate=lambda state: found)
+
+
+def test_rounds_share_a_call_where_nothing_is_due(data, monkeypatch):
+    alone, made, calls = go(plain, data, rounds=10), [], _training.calls
+    monkeypatch.setattr(_training, 'calls', lambda *args: made.extend(calls(*args)) or iter(made))
+    together = go(plain, data, rounds=10, rounds_per_call=4)
+    assert made == [(0, 4), (4, 8), (8, 10)]
+    toys.same(together.state, alone.state, atol=1e-6)
+
+
+def test_a_limit_that_is_no_number(data):
+    for wrong in ('x', math.nan, -1.0):
+        with pytest.raises(ValueError, match='memory_limit'):
+            go(plain, data, rounds=1, memory_limit=wrong)
+
+
 def test_nan_stops_the_run_names_the_round_and_keeps_the_last_good_checkpoint(data, tmp_path):
     wild = fedavg.algorithm(toys.task, lambda round: optax.sgd(jnp.where(round < 2, 0.1, 1e30)), plan=toys.PLAN)
     said = r'round 3.* of 8 clients are not finite: .*lower learning rate.*checkpoint is that of round 2'

@@ -43,19 +43,25 @@ def load(
         ValueError: if the cache is damaged, or as `make`.
     """
     folder = store.directory(cache)
-    said = json.dumps([_FORMAT, str(path.resolve()), how], sort_keys=True, default=list)
+    said = json.dumps([_FORMAT, str(path.resolve()), how], sort_keys=True, default=_plain)
     key = f'{name}-{hashlib.blake2b(said.encode(errors="surrogateescape"), digest_size=4).hexdigest()}'
     place = folder / f'{key}.decoded'
     if (found := _read(place, stamp)) is not None:
         return found
+    making = False
     try:
         with store.alone(key, folder) as unfinished:
             if (found := _read(place, stamp)) is not None:  # another process has left it while this one waited
                 return found
-            _write(make(_room(unfinished)), unfinished, stamp)
+            making = True
+            dataset = make(_room(unfinished))
+            making = False
+            _write(dataset, unfinished, stamp)
             shutil.rmtree(place, ignore_errors=True)
             os.replace(unfinished, place)
     except OSError as error:
+        if making and not isinstance(error, _NoRoomError):  # what it is made of cannot be read
+            raise
         warnings.warn(f'{place} cannot be written ({store.line(error)}): nothing is kept', stacklevel=4)
         return make(lambda field, shape: np.empty(shape, np.uint8))
     if (found := _read(place, stamp)) is None:
@@ -63,11 +69,23 @@ def load(
     return found
 
 
+class _NoRoomError(OSError):
+    """There is no place in the cache."""
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of NumPy and sequences as JSON has them."""
+    return value.item() if isinstance(value, np.generic) else list(value)
+
+
 def _room(folder: Path) -> Room:
     def room(field: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         if math.prod(shape) > shutil.disk_usage(folder).free:  # a full disk would end the process
-            raise OSError(f'{math.prod(shape)} bytes do not fit on the disk')
-        return np.lib.format.open_memmap(folder / f'{field}.npy', 'w+', np.dtype(np.uint8), shape)
+            raise _NoRoomError(f'{math.prod(shape)} bytes do not fit on the disk')
+        try:
+            return np.lib.format.open_memmap(folder / f'{field}.npy', 'w+', np.dtype(np.uint8), shape)
+        except OSError as error:
+            raise _NoRoomError(*error.args) from error
 
     return room
 

@@ -57,7 +57,7 @@ def rotate(x: ArrayLike, parts: Parts, degrees: Sequence[float] = (0, 90, 180, 2
             from scipy import ndimage  # late: a tenth of what importing the library takes
 
             turned = ndimage.rotate(images[rows].astype(np.float64), angle, axes=(2, 1), reshape=False, order=1)
-            if np.issubdtype(images.dtype, np.integer):
+            if images.dtype == bool or np.issubdtype(images.dtype, np.integer):
                 turned = np.rint(turned)
             out[rows] = turned.astype(images.dtype)
     return out

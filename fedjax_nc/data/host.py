@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from fedjax_nc import devices
+from fedjax_nc import checks, devices
 from fedjax_nc.base import Array, FederatedData
 
 AT_ONCE = 2**28  # bytes of examples that travel together where it does not matter how many do
@@ -76,10 +76,12 @@ def part(data: HostData, ids: NDArray[np.integer], mesh: Mesh | None = None) -> 
         most those of the whole pool: an example that several hold is there once, and zeros fill what is left.
 
     Raises:
-        ValueError: for data that are not on the host.
+        ValueError: for data that are not on the host, or numbers out of range.
     """
     _check(data)
     ids = np.asarray(ids)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or np.any((ids < 0) | (ids > data.num_clients)):
+        raise ValueError(f'ids must be a vector of integers in [0, {data.num_clients}], not {checks.shown(ids)}')
     real = ids < data.num_clients
     known = np.where(real, ids, 0)
     size = np.where(real, np.asarray(data.size)[known], 0).astype(np.int32)

@@ -58,9 +58,9 @@ def main(argv: list[str] | None = None) -> None:
         print(described(chosen))
         return
     if args.task == 'run':
-        busy = runner.carry_out(chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one, tune=args.tune)
-        for run in busy:
-            print(f'{run.label}: another process has it in hand')
+        left = runner.carry_out(chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one, tune=args.tune)
+        for run in left:
+            print(f'{run.label}: not done, in the hands of another process unless a warning says why')
     if args.keep:
         runner.keep(chosen, args.out, args.keep)
     folder = report.write(chosen, args.keep or args.out, args.target)

@@ -159,6 +159,13 @@ def conclude(
         'compilation': done.compile_seconds or compiled_before(out),
         'rounds': sum(row['seconds'] for row in done.history),
     }
+    final = [row for row in done.history if row['round'] > setting.rounds - setting.eval_last]
+    if any(('accuracy' if recipe.generic else 'accuracy_personal') not in row for row in final):
+        warnings.warn(
+            f'{out}: means over the last {setting.eval_last} rounds leave some out, in which the run was not evaluated '
+            'because it was to have more rounds when it was begun',
+            stacklevel=2,
+        )
     summary = {
         'algorithm': setting.algorithm,
         'dataset': setting.dataset,
@@ -166,7 +173,7 @@ def conclude(
         'rounds': setting.rounds,
         **({'global_accuracy': done.history[-1]['accuracy']} if recipe.generic else {}),
         **{
-            f'global_{name}_last{setting.eval_last}': training.last_mean(done.history, name, setting.eval_last)
+            f'global_{name}_last{setting.eval_last}': training.last_mean(final, name, setting.eval_last)
             for name in KEPT
             if name in done.history[-1]
         },

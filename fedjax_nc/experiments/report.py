@@ -267,7 +267,8 @@ def difference_table(study: Study, found: Found, scene: str) -> list[str]:
             lines.append(f'| {barred(method)} | {" | ".join(row)} |')
     if not lines:
         return []
-    heads = f'| less {study.baseline}, same seed [95 % interval] | {" | ".join(study.metrics)} |'
+    headings = ' | '.join(map(barred, study.metrics))
+    heads = f'| less {barred(study.baseline)}, same seed [95 % interval] | {headings} |'
     return [heads, '|---|' + '---:|' * len(study.metrics), *lines]
 
 

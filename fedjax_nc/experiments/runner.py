@@ -20,6 +20,7 @@ from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Run, Study
 
 TO = 'rounds_to:'
+ROUNDING = 1e-4  # percent: accuracies are shares in float32, and 0.9 of those is less than 0.9
 FILES = ('config.json', 'summary.json', 'metrics.jsonl')
 
 
@@ -242,7 +243,8 @@ def value(found: Mapping[str, Any], name: str) -> float:
     `rounds_to:0.9` is the first evaluated round in which the accuracy was at least that.
     """
     if name.startswith(TO):
-        return float(next((r for r, seen in found.get('curve', ()) if seen >= 100 * float(name[len(TO) :])), math.nan))
+        goal = 100 * float(name[len(TO) :]) - ROUNDING
+        return float(next((r for r, seen in found.get('curve', ()) if seen >= goal), math.nan))
     number = found.get(name)
     if not isinstance(number, int | float):
         return math.nan

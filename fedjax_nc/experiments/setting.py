@@ -208,6 +208,7 @@ class Setting(Plain):
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is None and field.default is not dataclasses.MISSING:
                 object.__setattr__(self, field.name, field.default)
+            object.__setattr__(self, field.name, jsonlike(getattr(self, field.name)))
         if self.dataset in data.sources.LONG_TAILED:
             if self.imbalance == 1:
                 object.__setattr__(self, 'imbalance', data.sources.IMBALANCE)
@@ -235,8 +236,6 @@ class Setting(Plain):
             raise ValueError(f'loading must name arguments of what loads a data set, not {checks.shown(self.loading)}')
         if self.loading and kind is None:
             raise ValueError(f'loading is for files and folders of your own, not for {self.dataset}')
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in self.loading.items()}
-        object.__setattr__(self, 'loading', plain)
         if self.partition == NATURAL and kind is None and self.dataset != 'femnist':
             raise ValueError(f'{self.dataset} has no clients of its own: take another partition than {NATURAL!r}')
         for name, known in names.items():
@@ -293,7 +292,6 @@ class Setting(Plain):
             raise ValueError(f'flip must be true or false, not {checks.shown(self.flip)}')
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
             raise ValueError(f'options must name arguments of the algorithm, not {checks.shown(self.options)}')
-        object.__setattr__(self, 'options', dict(self.options))
 
     @property
     def own(self) -> str | None:
@@ -315,6 +313,15 @@ class Setting(Plain):
     def name(self) -> str:
         """That of its folder, of method, data set and a digest of all that is not the default."""
         return f'{re.sub(r"[^A-Za-z0-9_.-]+", "_", self.label)}-{Path(self.dataset).stem}-{self.digest}'
+
+
+def jsonlike(value: Any) -> Any:
+    """The same as JSON gives it back: lists for tuples, numbers of Python for those of NumPy."""
+    if isinstance(value, Mapping):
+        return {name: jsonlike(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonlike(inner) for inner in value]
+    return value.item() if hasattr(value, 'item') and not np.ndim(value) else value
 
 
 def plainest(value: Any) -> Any:

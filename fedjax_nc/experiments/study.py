@@ -234,10 +234,14 @@ class Study:
           The study with these methods, scenes and seeds alone.
 
         Raises:
-          ValueError: for a name that it does not have.
+          ValueError: for a name that it does not have, no name or no seed.
         """
         rows, columns = pick('methods', methods, self.methods), pick('scenes', scenes, self.scenes)
-        ours = tuple(seeds) if seeds is not None else self.seeds
+        for seed in () if seeds is None else seeds:
+            checks.whole('each of the seeds', seed, 0)
+        ours = self.seeds if seeds is None else tuple(dict.fromkeys(map(int, seeds)))
+        if not ours:
+            raise ValueError("seeds name none: leave them out for the study's own")
         cells = {(run.method, run.scene): run for run in self.runs}
         runs = [
             dataclasses.replace(cell, seed=seed, setting=dataclasses.replace(cell.setting, seed=seed))
@@ -360,6 +364,8 @@ def pick(what: str, chosen: Sequence[str] | None, known: Iterable[str]) -> tuple
     known = tuple(known)
     if chosen is None:
         return known
+    if not chosen:
+        raise ValueError(f'{what} name none: leave them out for all of {", ".join(known)}')
     if unknown := [name for name in chosen if name not in known]:
         raise ValueError(f'no {what} {", ".join(map(str, unknown))}; there are {", ".join(known)}')
     return tuple(name for name in known if name in chosen)

@@ -213,6 +213,7 @@ def summed(
     entries: int,
     timeout: float,
     refused: Callable[[str], None],
+    least: int,
 ) -> tuple[np.ndarray, list[int]]:
     """Runs the protocol once.
 
@@ -225,6 +226,7 @@ def summed(
       entries: of the vector.
       timeout: seconds for each of the four stages.
       refused: told of each site whose answer to a stage is an error, or none: the others go on without it.
+      least: sites whose vectors the sum is to have, or nothing is unmasked; at least `secure.least` in any case.
 
     Returns:
       The sum [entries] float64 of the vectors of those who stayed, and their nodes.
@@ -232,8 +234,9 @@ def summed(
     Raises:
       WireError: if there is none: too few stayed, or somebody sent what cannot be read.
     """
-    if len(contents) < secure.least:
-        raise _wire.WireError(f'{len(contents)} sites are there, and a sum is of {secure.least} at least')
+    least = max(least, secure.least)
+    if len(contents) < least:
+        raise _wire.WireError(f'{len(contents)} sites are there, and a sum is of {least} at least')
     strategy = _Members(list(contents))
     legacy = LegacyContext(context, strategy=strategy)
     legacy.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({WorkflowKey.CURRENT_ROUND: round})
@@ -244,17 +247,17 @@ def summed(
         1.0, secure.threshold, max_weight=1.0, clipping_range=float(secure.limit), quantization_range=secure.levels,
         modulus_range=MODULUS, timeout=timeout,
     )  # fmt: skip
-    workflow.contents = contents
+    workflow.contents, workflow.least = contents, least
     try:
         workflow(cast(Grid, _Strict(grid, entries, refused)), legacy)
     except Exception as error:  # Flower reads what sites send as it comes
         raise _wire.WireError(f'a site sent what SecAgg+ cannot read: {str(error)[:200]}') from error
     if strategy.mean is None:
         raise _wire.WireError(
-            f'fewer than {threshold(secure, len(contents))} of {len(contents)} sites stayed to the end'
+            f'fewer than {max(least, threshold(secure, len(contents)))} of {len(contents)} sites stayed to the end'
         )
-    if len(strategy.stayed) < secure.least:
-        raise _wire.WireError(f'{len(strategy.stayed)} sites stayed, and a sum is of {secure.least} at least')
+    if len(strategy.stayed) < least:
+        raise _wire.WireError(f'{len(strategy.stayed)} sites stayed, and a sum is of {least} at least')
     mean, step = strategy.mean, 2 * secure.limit / secure.levels
     if (
         mean.shape != (entries + 1,)
@@ -271,6 +274,7 @@ class _Workflow(SecAggPlusWorkflow):
     """Flower's protocol with contents that are not its own."""
 
     contents: dict[int, RecordDict]
+    least: int
 
     def setup_stage(self, grid: Grid, context: LegacyContext, state: Any) -> bool:
         going = super().setup_stage(grid, context, state)
@@ -287,6 +291,9 @@ class _Workflow(SecAggPlusWorkflow):
         return going
 
     def unmask_stage(self, grid: Grid, context: LegacyContext, state: Any) -> bool:
+        # The round will be asked for again. Of two sums of the same messages, of different sites, the difference tells.
+        if len(state.active_node_ids) < self.least:
+            return False
         return bool(_with_masks(SecAggPlusWorkflow.unmask_stage)(self, grid, context, state))
 
 

@@ -90,6 +90,12 @@ def server_app(
         raise ValueError(f'nodes must name sites 0 to {agreed.clients - 1}, each once')
     if agreed.secure is not None:
         least = max(least, agreed.secure.least)
+    for phase in agreed.phases:
+        if least > (phase.cohort or agreed.clients):
+            raise ValueError(
+                f'a round of {phase.name} asks {phase.cohort or agreed.clients} sites, and could never count: '
+                f'least must be at most that, not {least}'
+            )
     app = ServerApp()
 
     @app.main()
@@ -299,7 +305,7 @@ class Server:
         try:
             vector, stayed = _secure.summed(
                 cast(Grid, _sites.Quick(self.grid)), self.context, {node[k]: contents[k] for k in node}, secure,
-                asking.round, entries, self.patience.round, refused,
+                asking.round, entries, self.patience.round, refused, self.least,
             )  # fmt: skip
         except _wire.WireError as error:
             return Answers(ids, [], {}, None, told, _sites.line(error))
