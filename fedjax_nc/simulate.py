@@ -427,9 +427,7 @@ def _report(server: Tree, ids: Array, info: Info, broken: Array, paid: Array) ->
     loss = jnp.where(jnp.any(broken) & (jnp.sum(sound) == 0), jnp.nan, loss)
     padded = 1.0 - visited / jnp.maximum(jnp.sum(paid), 1.0)
     balance = jnp.where(jnp.max(paid) > 0, jnp.mean(paid) / jnp.maximum(jnp.max(paid), 1.0), 1.0)
-    floats = [u for u in jax.tree.leaves(server) if jnp.issubdtype(u.dtype, jnp.inexact)]
-    finite = jnp.array([jnp.all(jnp.isfinite(u)) for u in floats], bool)
-    return Report(loss, padded, balance, jnp.all(finite), ids, info, broken)
+    return Report(loss, padded, balance, tree.finite(server), ids, info, broken)
 
 
 def several(round: Round) -> Round:

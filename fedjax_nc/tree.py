@@ -80,6 +80,11 @@ def rows_where(condition: Array, a: Tree, other: Array | float) -> Tree:
     )
 
 
+def finite(a: Tree) -> Array:
+    """Whether all leaves of `a` are free of NaN and infinity: [] bool; True without floats."""
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(u)) for u in _floats(a)], bool))
+
+
 def finite_rows(a: Tree) -> Array:
     """Whether each row of `a` is free of NaN and infinity, over all leaves [n, ...]: [n] bool; [] without floats."""
     return ~_any_rows(lambda u: ~jnp.isfinite(u), a)
@@ -91,9 +96,12 @@ def nan_rows(a: Tree) -> Array:
 
 
 def _any_rows(bad: Callable[[Array], Array], a: Tree) -> Array:
-    floats = [u for u in jax.tree.leaves(a) if jnp.issubdtype(u.dtype, jnp.inexact)]
-    each = [jnp.any(bad(u).reshape(len(u), -1), axis=1) for u in floats]
+    each = [jnp.any(bad(u).reshape(len(u), -1), axis=1) for u in _floats(a)]
     return functools.reduce(jnp.logical_or, each, jnp.array(False))
+
+
+def _floats(a: Tree) -> list[Array]:
+    return [u for u in jax.tree.leaves(a) if jnp.issubdtype(u.dtype, jnp.inexact)]
 
 
 def take(a: Tree, rows: Array) -> Tree:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import aggregators, data, evaluate, memory, simulate
-from fedjax_nc.base import Algorithm, Array, FederatedData, Info, State, Tree
+from fedjax_nc import aggregators, data, evaluate, memory, simulate, tree
+from fedjax_nc.base import Algorithm, Array, FederatedData, Info, State
 from fedjax_nc.data.host import AT_ONCE
 from fedjax_nc.experiments import recipes
 from fedjax_nc.experiments.scene import Scene
@@ -106,16 +106,16 @@ class Measures:
             return of_all(algorithm, self.k_tune, begun, self.train, self.chunk)
 
         if recipe.personalize is None:
-            tuned, tables = finite(state.clients), self.kept(state)
+            tuned, tables = bool(tree.finite(state.clients)), self.kept(state)
         else:
             own, infos = personalized(recipe.personalize)
-            tuned = finite((own.clients, [info.loss for info in infos]))
+            tuned = bool(tree.finite((own.clients, [info.loss for info in infos])))
             tables = evaluate.per_client(recipe.personalize, own, self.test)
         told = self.told('personal_accuracy', tables)
         for name, variant in recipe.variants.items():
             own, infos = personalized(variant)
             mean = evaluate.over_clients(evaluate.per_client(variant, own, self.test)).mean
-            sound = finite((own.clients, [info.loss for info in infos]))
+            sound = bool(tree.finite((own.clients, [info.loss for info in infos])))
             told[f'personal_accuracy_{name}'] = float(mean) if sound else None
         if recipe.variants:  # what clients keep is a model of their own before the stage, too
             told['personal_accuracy_trained'] = float(evaluate.over_clients(self.kept(state)).mean)
@@ -173,11 +173,6 @@ class Measures:
             return {}
         weights = {kind: data.class_weights(self.train, kind) for kind in ('present', 'labels')}
         return {kind: evaluate.weighted_accuracy(tables, weight) for kind, weight in weights.items()}
-
-
-def finite(a: Tree) -> bool:
-    """Whether all numbers are finite."""
-    return all(np.isfinite(u).all() for u in jax.tree.leaves(jax.device_get(a)))
 
 
 def each(values: Array, tested: np.ndarray) -> list[float | None]:

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 import fedjax_nc
-from fedjax_nc import _checkpoints, checks, saving, simulate
+from fedjax_nc import _checkpoints, checks, saving, simulate, tree
 from fedjax_nc._checkpoints import Row
 from fedjax_nc._progress import Progress
 from fedjax_nc.base import Aggregate, Array, Info, Shard, State, Tree
@@ -249,10 +249,7 @@ class Server:
             present = np.where(np.isin(answers.ids, answers.there), answers.ids, agreed.clients).astype(np.int32)
             if answers.summed is not None:
                 new = unseen(key, state, data, jnp.asarray(present), answers.summed)
-                finite = all(
-                    bool(jnp.isfinite(u).all()) for u in jax.tree.leaves(new) if jnp.issubdtype(u.dtype, jnp.inexact)
-                )
-                return new, {}, finite
+                return new, {}, bool(tree.finite(new))
             rows = stacked([answers.replies.get(int(k)) for k in answers.ids], self.kinds[number])
             new, report = seen(key, state, data, jnp.asarray(present), rows)
             return new, {'loss': float(report.loss)}, bool(report.finite)
