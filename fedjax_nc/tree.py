@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_nc.base import Array, Tree
 
@@ -82,7 +83,11 @@ def rows_where(condition: Array, a: Tree, other: Array | float) -> Tree:
 
 def finite(a: Tree) -> Array:
     """Whether all leaves of `a` are free of NaN and infinity: [] bool; True without floats."""
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(u)) for u in _floats(a)], bool))
+    floats = _floats(a)
+    if any(isinstance(u, jax.core.Tracer) for u in floats):
+        return jnp.all(jnp.array([jnp.all(jnp.isfinite(u)) for u in floats]))
+    # Each shape would be compiled for a look that is taken once.
+    return jnp.array(all(np.isfinite(u).all() for u in floats))
 
 
 def finite_rows(a: Tree) -> Array:

@@ -17,6 +17,7 @@ WHOLE = {
 def test_one_number_of_any_leaf_counts(leaf, bad):
     broken = WHOLE | {leaf: WHOLE[leaf].at[1].set(bad)}
     assert not tree.finite(broken)
+    assert not jax.jit(tree.finite)(broken)
     assert tree.finite_rows(broken).tolist() == [True, False]
     assert tree.nan_rows(broken).tolist() == [False, bool(jnp.isnan(bad))]
 
@@ -24,5 +25,6 @@ def test_one_number_of_any_leaf_counts(leaf, bad):
 @pytest.mark.parametrize('whole', [WHOLE, {'integers': jnp.arange(2)}, {}])
 def test_integers_and_keys_are_finite(whole):
     assert tree.finite(whole)
+    assert jax.jit(tree.finite)(whole)
     assert jnp.all(tree.finite_rows(whole))
     assert not jnp.any(tree.nan_rows(whole))
