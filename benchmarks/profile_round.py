@@ -12,7 +12,6 @@ kernels are listed by their own names, too (not yet tried on one). CUDA graphs h
 XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off.
 """
 
-import argparse
 import collections
 import datetime
 import heapq
@@ -266,12 +265,11 @@ def markdown(result: dict[str, Any], top: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = rounds_per_second.Parser(prog='profile_round.py', description=__doc__)
     parser.add_argument(
         '--top', type=rounds_per_second.count, default=0, help='also print this many of the longest operations'
     )
-    own, rest = parser.parse_known_args(argv)
-    args = rounds_per_second.arguments(rest)
+    args = rounds_per_second.arguments(argv, parser)
     if args.compare:
         raise ValueError('a profile has no peers: leave --compare to rounds_per_second.py')
     work = rounds_per_second.settle(args)
@@ -286,7 +284,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             'versions': rounds_per_second.versions(args),
             **profile(row, args.rounds),
         })  # fmt: skip
-        print(markdown(made[-1], own.top))
+        print(markdown(made[-1], args.top))
     if args.json:
         results.write(args.json, {'profiles': made})
     return made

@@ -53,8 +53,9 @@ def interpreter(text: str) -> tuple[str, str]:
     return peer, python
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='rounds_per_second.py', description=__doc__)
+def arguments(argv: list[str] | None, parser: Parser | None = None) -> argparse.Namespace:
+    """Parses the options of a workload, beside those that a parser has already."""
+    parser = parser or Parser(prog='rounds_per_second.py', description=__doc__)
     parser.add_argument('--workload', choices=list(WORKLOADS), default='W1', help='other options change its numbers')
     parser.add_argument('--algorithm', choices=['fedavg', 'fedetf'])
     parser.add_argument('--model', choices=list(MODELS))

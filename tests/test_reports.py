@@ -119,7 +119,7 @@ def test_numbers_as_they_are_printed(known, written):
     one, two = text.split('## two_2')
     assert '\n\nRun: digits, ' in one
     main, costs = rows_of(one, 'Base')[:2]
-    assert main == ['64.1 ± 2.7', '61.4 ± 2.5', '81.6 ± 1.7', '80.2', '5 ± 1']
+    assert main == ['64.1 ± 2.7', '61.4 ± 2.5', '81.6 ± 1.7', '80.3', '5 ± 1']
     method, gain, _ = rows_of(one, 'A&B_1 50%')
     assert method == ['68.6 ± 4.9', '', '80.2 ± 1.3', '', '5 ± 1']
     low, high = stats.ttest_rel([65.5, 66.1, 74.2], [61.2, 64.7, 66.5]).confidence_interval(0.95)
@@ -161,7 +161,7 @@ def test_latex_has_as_many_columns_in_every_row(known, written):
         assert len(re.findall(r'(?<!\\)&', line)) + 1 - len(spans) + sum(spans) == columns
     assert r'A\&B\_1 50\% & 68.6 $\pm$ 4.9' in text
     assert r'two\_2' in text
-    assert r'\quad published & 61.4 $\pm$ 2.5 & 80.2 & ' in text
+    assert r'\quad published & 61.4 $\pm$ 2.5 & 80.3 & ' in text
     assert '±' not in text
     assert text.count('{') == text.count('}')
 
@@ -274,6 +274,23 @@ def test_values():
         assert runner.value(met, f'rounds_to:{percent / 100}') == 5
         missed = {'curve': [(5, percent - 0.01), (10, 100.0)]}  # by one of 10,000 examples
         assert runner.value(missed, f'rounds_to:{percent / 100}') == 10
+
+
+@pytest.mark.parametrize(
+    ('name', 'number', 'said'),
+    [
+        ('accuracy', 58.55, '58.6'),  # a float below what it stands for
+        ('accuracy', 0.25, '0.3'),
+        ('accuracy', -0.65, '-0.7'),
+        ('accuracy', 100 * 0.6505, '65.1'),
+        ('accuracy', 58.549, '58.5'),
+        ('accuracy', math.nan, 'nan'),
+        ('bytes', 123456.0, '123456.0'),
+        ('loss', 0.123456, '0.1235'),
+    ],
+)
+def test_halves_are_rounded_as_papers_do(name, number, said):
+    assert runner.shown(name, number) == said
 
 
 class TestFigures:

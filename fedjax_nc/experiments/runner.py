@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -257,5 +258,7 @@ def percent(name: str) -> bool:
 
 
 def shown(name: str, number: float) -> str:
-    """A number as it is printed."""
-    return f'{number:.1f}' if percent(name) or abs(number) >= 100 else f'{number:.4g}'
+    """A number as it is printed; halves away from zero, as papers round, where floats lie to either side of them."""
+    if not (percent(name) or abs(number) >= 100) or not math.isfinite(number):
+        return f'{number:.4g}'
+    return str(Decimal(f'{number:.9f}').quantize(Decimal('0.1'), ROUND_HALF_UP))
