@@ -4,11 +4,13 @@ Almost every method is a sum over clients, so messages are added chunk by chunk 
 whatever the size of the cohort. `stacked` is for those that must see all messages at once.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from fedjax_nc import checks
 from fedjax_nc.base import Aggregator, Array, Tree
@@ -79,17 +81,27 @@ class_mean = _class_mean()
 def pooled_stats() -> Aggregator:
     """Means BatchNorm statistics as those of the pooled examples.
 
-    `mean = sum w_k m_k` and `var = sum w_k (v_k + m_k^2) - mean^2` for every pair of leaves called 'mean' and 'var';
-    `w_k` are shares of examples. Statistics are dicts; all else in them is averaged as `mean` does.
+    `mean = sum w_k m_k` and `var = sum w_k (v_k + m_k^2) - mean^2` for every pair of leaves called 'mean' and 'var', as
+    flax does, linen and nnx; `w_k` are shares of examples. All else is averaged as `mean` does. In float32 a variance
+    loses its digits where means are hundreds of times as large as deviations.
+
+    A round with it raises ValueError for statistics without such a pair, as haiku and equinox have them.
     """
 
     def moments(stats: Tree, sign: float) -> Tree:
-        if not isinstance(stats, dict):
-            return stats
-        if set(stats) == {'mean', 'var'}:
-            var = stats['var'] + sign * jnp.square(stats['mean'])
-            return {'mean': stats['mean'], 'var': jnp.maximum(var, 0.0)}  # rounding may leave it below
-        return {name: moments(value, sign) for name, value in stats.items()}
+        leaves = {keystr(path, simple=True, separator='.'): leaf for path, leaf in tree_leaves_with_path(stats)}
+        pairs = {name: f'{name[:-3]}mean' for name in leaves if re.fullmatch(r'(.*\.)?var', name)}
+        pairs = {var: mean for var, mean in pairs.items() if mean in leaves}
+        if leaves and not pairs:
+            raise ValueError(f"pooled_stats needs leaves 'mean' and 'var', as of flax: take mean for {sorted(leaves)}")
+
+        def moved(path: Any, leaf: Array) -> Array:
+            name = keystr(path, simple=True, separator='.')
+            if name not in pairs:
+                return leaf
+            return jnp.maximum(leaf + sign * jnp.square(leaves[pairs[name]]), 0.0)  # rounding may leave it below
+
+        return tree_map_with_path(moved, stats)
 
     return Aggregator(
         partial=lambda messages, *rest: mean.partial(moments(messages, 1.0), *rest),

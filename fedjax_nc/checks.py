@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from numpy.typing import NDArray
 
 from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Model, Objective, State
@@ -238,6 +239,20 @@ def optimizer(name: str, value: Any) -> None:
     found = value(jnp.int32(0)) if callable(value) and not isinstance(value, type) else value
     if found is value or not (hasattr(found, 'init') and hasattr(found, 'update')):
         raise ValueError(f'{name} is a function of the round: local.sgd(0.1), or lambda round: optax.sgd(0.1)')
+
+
+def transformation(name: str, value: Any) -> None:
+    """Refuses what is no optax optimizer, such as the functions of the round that clients take.
+
+    Args:
+      name: what the caller calls it.
+      value: anything.
+
+    Raises:
+      ValueError: for all but an optimizer.
+    """
+    if not isinstance(value, optax.GradientTransformation):
+        raise ValueError(f'{name} must be an optax optimizer, such as optax.sgd(0.1), not {shown(value)}')
 
 
 def key(name: str, value: Any) -> None:

@@ -185,8 +185,8 @@ def sparse_etf(
       start: the dense frame, `(key, dim, classes) -> [dim, classes]`, from whose entries it begins.
 
     Raises:
-      ValueError: if no ETF of this size exists, for numbers out of range or an unknown solver, or if a column has no
-        entry left, which goes unnoticed under `jit`.
+      ValueError: if no ETF of this size exists, for numbers out of range, an unknown solver or a `start` of another
+        shape, and, which goes unnoticed under `jit`, if it is not finite or a column has no entry left.
     """
     checks.number('sparsity', sparsity, high=1, open_high=True)
     if solver not in ('mma', 'gram'):
@@ -197,6 +197,9 @@ def sparse_etf(
         checks.whole('steps', steps, 0)
     k_dense, k_zeros = jax.random.split(key)
     dense = start(k_dense, dim, classes)
+    if dense.shape != (dim, classes):
+        raise ValueError(f'start must make a frame {(dim, classes)}, not {dense.shape}')
+    checks.finite('the frame of start', dense)
     zeros = int(sparsity * dim * classes + 1e-6)  # 0.29 * 100 is a little less than 29
     kept = (jax.random.permutation(k_zeros, dim * classes) >= zeros).reshape(dim, classes)
     if not isinstance(kept, jax.core.Tracer) and not kept.any(axis=0).all():

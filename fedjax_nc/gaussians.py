@@ -74,7 +74,7 @@ def merge(classes: ClassRows, scatters: Array, covariance: str = 'full') -> Gaus
     mean = jnp.einsum('kc,kcd->cd', weight, classes.rows, precision='highest') / jnp.maximum(count, 1.0)[:, None]
     gap = jnp.where(weight[..., None] > 0, classes.rows - mean, 0.0)
     if covariance == 'diag':
-        between = jnp.einsum('kc,kcd->cd', weight, jnp.square(gap))
+        between = jnp.einsum('kc,kcd->cd', weight, jnp.square(gap), precision='highest')
     else:
         between = jnp.einsum('kc,kcd,kce->cde', weight, gap, gap, precision='highest')
     spread = scatters + (jnp.sum(between, axis=0) if covariance == 'tied' else between)

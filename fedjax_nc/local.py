@@ -71,8 +71,8 @@ class Trained(NamedTuple):
 
 def sgd(
     lr: Array | float,
-    momentum: float = 0.9,
-    weight_decay: float = 5e-4,
+    momentum: Array | float = 0.9,
+    weight_decay: Array | float = 5e-4,
     decay: Array | float = 1.0,
     clip: float | None = None,
 ) -> ClientOptimizer:
@@ -83,8 +83,8 @@ def sgd(
 
     Args:
       lr: rate in the first round, whose number is 0; may be traced.
-      momentum: in [0, 1); 0 keeps none.
-      weight_decay: times the parameters, added to the gradient.
+      momentum: in [0, 1); 0 keeps none; may be traced.
+      weight_decay: times the parameters, added to the gradient; may be traced.
       decay: factor of the rate from round to round; may be traced.
       clip: norm to which the gradient is first scaled down, taken over everything that is trained; None for no limit.
 
@@ -106,14 +106,15 @@ def sgd(
     for name, value in (('lr', lr), ('weight_decay', weight_decay), ('decay', decay)):
         checks.number(name, value)
     checks.number('momentum', momentum, high=1, open_high=True)
+    decays, moves_on = (checks.traced(value) or bool(value) for value in (weight_decay, momentum))
     clipped = clipping(clip)
 
     def at(round: Array) -> optax.GradientTransformation:
         rate = lr * jnp.asarray(decay, jnp.float32) ** round
         return optax.chain(
             clipped,
-            optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
-            optax.trace(momentum) if momentum else optax.identity(),
+            optax.add_decayed_weights(weight_decay) if decays else optax.identity(),
+            optax.trace(momentum) if moves_on else optax.identity(),
             optax.scale_by_learning_rate(rate),
         )
 

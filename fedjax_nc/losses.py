@@ -56,7 +56,7 @@ def balanced_softmax(
       [B] float32.
 
     Raises:
-      ValueError: for another `absent`; and as `cross_entropy`.
+      ValueError: for another `absent`, a negative `gamma`, counts of another shape; and as `cross_entropy`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,6 +67,8 @@ def balanced_softmax(
       >>> [round(float(u), 3) for u in losses.balanced_softmax(logits, labels, counts, absent='mask')]  # of 10
       [0.223, 1.609]
     """
+    checks.rows('counts', counts, 1, logits.shape[-1])
+    checks.number('gamma', gamma)
     prior = gamma * jnp.log(jnp.maximum(counts, 1).astype(jnp.float32))
     if absent == 'mask':
         prior = jnp.where((counts > 0) | (jnp.asarray(gamma) == 0), prior, ABSENT)
@@ -104,8 +106,10 @@ def restricted_softmax(
       [B] float32.
 
     Raises:
-      ValueError: as `cross_entropy`.
+      ValueError: for a negative `alpha`, counts of another shape; and as `cross_entropy`.
     """
+    checks.rows('counts', counts, 1, logits.shape[-1])
+    checks.number('alpha', alpha)
     n = counts.astype(jnp.float32)
     share = n / jnp.maximum(jnp.max(n), 1.0) if soft else jnp.sign(n)
     return cross_entropy(logits.astype(jnp.float32) * (alpha + (1.0 - alpha) * share), labels)
@@ -117,6 +121,7 @@ def weighted_cross_entropy(logits: Array, labels: Array, counts: Array | None = 
     The Ratio Loss of Wang et al. (AAAI 2021), whose weights `ratioloss.algorithm` finds. Other arguments and errors
     (ValueError) are those of `cross_entropy`.
     """
+    checks.rows('weights', weights, 1, logits.shape[-1])
     values = cross_entropy(logits, labels)
     return weights[labels] * values
 

@@ -74,7 +74,7 @@ def remembering(task: Objective) -> Objective:
         v = task.init(key, data)
         z, _ = jax.eval_shape(lambda x: task.features(v, Batch(x)), data.x[:1])
         classes = data.num_classes
-        memory = Memory(jnp.zeros((classes, z.shape[-1])), jnp.zeros(classes, bool), jnp.float32(0))
+        memory = Memory(jnp.zeros((classes, z.shape[-1]), jnp.float32), jnp.zeros(classes, bool), jnp.float32(0))
         return v._replace(fixed={'head': v.fixed, 'memory': memory})
 
     def loss(v: Variables, z: Array, batch: Batch) -> Array:
@@ -94,7 +94,7 @@ def tallying(task: Objective, epochs: int) -> Objective:
 
     The sums pass through training as running statistics do: `stats` becomes `{'model': the task's own, 'visited': [],
     'tally': ClassRows}` with sums [C, D] as rows and numbers of examples [C] as weights, in float32. They begin with
-    0, and the server has to set them back after each round.
+    0 in each client's work, and the server should set them back after each round.
 
     Args:
       task: the task.
@@ -112,17 +112,22 @@ def tallying(task: Objective, epochs: int) -> Objective:
     def init(key: Array, data: FederatedData) -> Variables:
         v = task.init(key, data)
         z, _ = jax.eval_shape(lambda x: task.features(v, Batch(x)), data.x[:1])
-        tally = ClassRows(jnp.zeros((data.num_classes, z.shape[-1])), jnp.zeros(data.num_classes))
+        rows = jnp.zeros((data.num_classes, z.shape[-1]), jnp.float32)
+        tally = ClassRows(rows, jnp.zeros(data.num_classes, jnp.float32))
         return v._replace(stats={'model': v.stats, 'visited': jnp.float32(0), 'tally': tally})
 
     def features(v: Variables, batch: Batch) -> tuple[Array, Tree]:
         z, stats = task.features(own(v), batch)
         new = {**v.stats, 'model': stats}
         if batch.key is not None:  # training
-            last = v.stats['visited'] >= (epochs - 1) * jnp.sum(batch.counts)
+            total = jnp.sum(batch.counts)
+            # Statistics that stay with clients come back as their last work left them.
+            again = v.stats['visited'] >= epochs * total
+            before = (v.stats['visited'], v.stats['tally'])
+            visited, tally = tree.where(again, tree.zeros(before), before)
+            last = visited >= (epochs - 1) * total
             added = classwise.sums(z, batch.y, (batch.mask & last).astype(jnp.float32), len(batch.counts))
-            new['visited'] += jnp.sum(batch.mask)
-            new['tally'] = tree.add(v.stats['tally'], ClassRows(*added))
+            new |= {'visited': visited + jnp.sum(batch.mask), 'tally': tree.add(tally, ClassRows(*added))}
         return z, new
 
     return Objective(

@@ -201,6 +201,8 @@ def make_round(
             held = jax.tree.leaves(state.clients)[0].shape[0]
             raise ValueError(f'the state has {held} clients and the data {population}: make it with init or join')
         if isinstance(data, Part):
+            if ids is not None:
+                raise ValueError('a data.Part brings its clients along: name none by ids')
             ids = data.ids
         else:
             checks.kind('data', data, FederatedData)
@@ -362,6 +364,8 @@ def named_cohort(ids: Array, population: int) -> Array:
     Raises:
       ValueError: for what is no vector of integers, and for such numbers where they can be looked at.
     """
+    if isinstance(ids, list | tuple) and any(map(checks.traced, ids)):
+        ids = jnp.stack(ids)
     given = ids if checks.traced(ids) else np.asarray(ids)
     checks.rows('ids', given, 1)
     if not len(given):

@@ -60,6 +60,16 @@ def test_pooled_stats_are_those_of_the_pooled_examples():
     np.testing.assert_allclose(got['var'], everything.var(0), rtol=1e-4)
 
 
+def test_pooled_stats_of_other_libraries():
+    pooled, sizes = aggregators.pooled_stats(), jnp.ones(2)
+    stats = {'mean': jnp.array([0.0, 4.0]), 'var': jnp.ones(2)}
+    flat = {**{f'bn.{name}': value for name, value in stats.items()}, 'bn.count': jnp.array([1.0, 3.0])}  # flax nnx
+    got = pooled.finish(pooled.partial(flat, sizes, jnp.arange(2), 2))
+    assert {name: float(value) for name, value in got.items()} == {'bn.mean': 2, 'bn.var': 5, 'bn.count': 2}
+    with pytest.raises(ValueError, match="'mean' and 'var', as of flax"):
+        pooled.partial({'norm/~/mean_ema': stats['mean'], 'norm/~/var_ema': stats['var']}, sizes, jnp.arange(2), 2)
+
+
 def test_fields_have_their_own_weights():
     class Message(NamedTuple):
         delta: dict

@@ -176,11 +176,22 @@ def test_two_runs_of_one_directory_do_not_mix(tmp_path):
     assert json.loads((tmp_path / 'config.json').read_text())['seed'] == winner
 
 
-def test_the_readme_is_short_and_its_program_runs():
-    (program,) = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
+def test_the_readme_is_short():
     assert len(README.splitlines()) < 160
+
+
+@pytest.mark.parametrize('frozen', [None, False, True], ids=['FedETF', 'FedAvg', 'frozen'])
+def test_the_programs_of_the_readme_run(frozen):
+    program, exchange = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
+    lines = program.splitlines()
+    if frozen is not None:  # as the README says it: the lines of algorithm and stage exchanged
+        *before, algorithm, stage = exchange.replace('linear', 'etf' if frozen else 'linear').splitlines()
+        lines = [algorithm if line.startswith('algorithm =') else line for line in lines]
+        lines = [stage if line.startswith('stage =') else line for line in lines]
+        at = lines.index(algorithm)
+        lines[at:at] = before
     namespace: dict = {}
-    exec(program, namespace)
+    exec('\n'.join(lines), namespace)
     assert namespace['general'] > 0.8
     assert namespace['personal'].mean > 0.9
 

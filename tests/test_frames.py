@@ -140,6 +140,8 @@ def test_a_head_on_a_sparse_frame():
         ({'steps': -1}, 'steps must be at least 0'),
         ({'sparsity': 0.9}, 'left a class without an entry'),  # 2 entries for 5 classes
         ({'dim': 3}, 'no simplex ETF of 5 classes exists in 3'),
+        ({'start': lambda key, dim, classes: jnp.full((dim, classes), jnp.nan)}, 'frame of start must be finite'),
+        ({'start': lambda key, dim, classes: jnp.ones((classes, dim))}, r'start must make a frame \(4, 5\)'),
     ],
 )
 def test_impossible_frames_are_refused(change, match):

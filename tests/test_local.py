@@ -173,3 +173,14 @@ def test_tails_that_cannot_be_are_refused(data, start, tails):
 def test_negative_rates_are_refused():
     with pytest.raises(ValueError, match='lr must not be negative'):
         local.sgd(-0.1)
+
+
+def test_every_number_of_sgd_may_be_traced():
+    w = jnp.array([3.0, 0.5])
+
+    def step(*numbers):
+        updates, _ = (opt := local.sgd(*numbers)(jnp.int32(1))).update(jnp.array([1.0, -2.0]), opt.init(w), w)
+        return updates
+
+    numbers = (0.1, 0.9, 5e-4, 0.99)
+    np.testing.assert_allclose(jax.jit(step)(*numbers), step(*numbers), rtol=1e-6)

@@ -106,3 +106,19 @@ def test_positive_draws_to_the_true_class_up_to_the_target():
     np.testing.assert_allclose(losses.positive(LOGITS, LABELS), want, rtol=1e-5)
     assert (want == 0).any()
     assert (want > 0).any()
+
+
+@pytest.mark.parametrize(
+    ('loss', 'match'),
+    [
+        (lambda: losses.balanced_softmax(LOGITS, LABELS, jnp.array([5])), 'counts must have'),
+        (lambda: losses.balanced_softmax(LOGITS, LABELS, jnp.ones((7, 4), int)), 'counts must have'),
+        (lambda: losses.balanced_softmax(LOGITS, LABELS, jnp.ones(4, int), gamma=jnp.nan), 'gamma must be'),
+        (lambda: losses.restricted_softmax(LOGITS, LABELS, jnp.ones(3, int)), 'counts must have'),
+        (lambda: losses.restricted_softmax(LOGITS, LABELS, jnp.ones(4, int), alpha=-5), 'alpha must not be negative'),
+        (lambda: losses.weighted_cross_entropy(LOGITS, LABELS, weights=jnp.ones(3)), 'weights must have'),
+    ],
+)
+def test_numbers_of_classes_that_do_not_fit_are_refused(loss, match):
+    with pytest.raises(ValueError, match=match):
+        loss()

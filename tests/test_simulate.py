@@ -6,7 +6,7 @@ import toys
 
 from fedjax_nc import aggregators, local, population, privacy, simulate
 from fedjax_nc.algorithms import fedavg, fedprox
-from fedjax_nc.data import federated
+from fedjax_nc.data import federated, host
 
 algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 
@@ -75,6 +75,15 @@ def test_ids_that_are_traced_become_nobody_where_they_are_repeated_or_out_of_ran
     good, _ = run(toys.KEY, state, data, jnp.array([3, 8, 8, 8, 6, 8, 8]))
     assert sorted(np.asarray(report.ids).tolist()) == [3, 6, 8, 8, 8, 8, 8]
     toys.same(bad, good)
+    listed, _ = jax.jit(lambda *ids: simulate.make_round(kept, chunk=1)(toys.KEY, state, data, list(ids)))(3, 6)
+    toys.same(listed, good)
+
+
+def test_a_part_names_its_clients_itself(data):
+    state = simulate.init(algorithm, toys.KEY, data)
+    part = host.Part(jnp.arange(8), data, 8)
+    with pytest.raises(ValueError, match='brings its clients along'):
+        simulate.make_round(algorithm)(toys.KEY, state, part, jnp.array([1, 3]))
 
 
 @pytest.fixture(scope='module')

@@ -17,6 +17,7 @@ It is a stage of one round on all clients, for any trained server state with a f
     state, report = simulate.compiled(simulate.make_round(stage))(key, state, data)
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,8 +55,12 @@ def tukey(power: float = 0.5, offset: float | None = None) -> Transform:
       The function psi, from [B, D] to [B, D] float32.
 
     Raises:
-      ValueError: for a negative offset, or one of 0 with a power that is not positive, where zero has no image.
+      ValueError: for a power that is not finite, a negative offset, or one of 0 with a power that is not positive,
+        where zero has no image.
     """
+    checks.number('power', power, low=-math.inf)
+    if offset is not None:
+        checks.number('offset', offset)
     shift = (0.0 if power > 0 else 1e-6) if offset is None else offset
     if shift < 0 or (shift == 0 and power <= 0):
         raise ValueError(f'offset {shift} leaves zeros without a power of {power}: take a small positive one')
@@ -99,14 +104,15 @@ def calibrate(
       Its `predict` is that of the calibrated model, which sees transformed features, for clients too.
 
     Raises:
-      ValueError: for another covariance, a negative number, or an objective or plan that is none; when joined, if the
-        head has nothing to train.
+      ValueError: for another covariance, a negative number, or an objective, transform, plan or optimizer that is
+        none; when joined, if the head has nothing to train.
     """
     checks.kind('objective', objective, Objective)
     gaussians._known(covariance)
     checked('plan', plan)
     checks.whole('samples', samples, 0)
     checks.number('ridge', ridge)
+    _usable(transform, opt)
     psi = transform if transform is not None and samples else _identity
     before, after = (_identity, psi) if raw_gaussians else (psi, _identity)
 
@@ -168,10 +174,14 @@ def oracle(
       `server` with another `variables.params['head']`.
 
     Raises:
-      ValueError: for an objective that is none, a fraction outside (0, 1], or if the head has nothing to train.
+      ValueError: for an objective, data, transform, plan or optimizer that are none, a fraction outside (0, 1], or if
+        the head has nothing to train.
     """
     checks.kind('objective', objective, Objective)
+    checks.kind('data', data, FederatedData)
     checks.number('fraction', fraction, high=1, open_low=True)
+    checked('plan', plan)
+    _usable(transform, opt)
     k_pick, k_fit = jax.random.split(key)
     data = here(data)
     v, psi = server.variables, transform or _identity
@@ -184,6 +194,15 @@ def oracle(
     shard = Shard(data.x, data.y, rows, jnp.sum(used), used)
     seen = featurize(lambda batch: psi(objective.features(v, batch)[0]), shard, plan.batch_size)
     return server._replace(variables=refit(k_fit, objective, v, seen, plan=plan, opt=opt)[0])
+
+
+def _usable(transform: Transform | None, opt: optax.GradientTransformation | None) -> None:
+    if transform is not None and not callable(transform):
+        raise ValueError(
+            f'transform must be a function of features, such as ccvr.tukey(), not {checks.shown(transform)}'
+        )
+    if opt is not None:
+        checks.transformation('opt', opt)
 
 
 def _statistics(own: Shard, covariance: str = 'full') -> Message:
@@ -218,8 +237,9 @@ def refit(
       `v` with another `params['head']`, and the `Info` of the work.
 
     Raises:
-      ValueError: for an objective or plan that is none, or if the head has nothing to train.
+      ValueError: for an objective, plan or optimizer that is none, or if the head has nothing to train.
     """
+    _usable(None, opt)
     absent = jnp.where(shard.counts > 0, 0.0, losses.ABSENT)
 
     def loss(v: Variables, z: Array, batch: Batch) -> Array:

@@ -77,7 +77,7 @@ def algorithm(
       augment: whether gradients are of augmented images, in training mode, as in the released code.
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
-      **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
+      **kwargs: as for `base`; clients count alike but for `aggregate` and `aggregate_stats`.
 
     Returns:
       An `Algorithm` with the client state of `base`, whose server state is a `fedavg.Server` with a `Memory` for

@@ -59,17 +59,19 @@ def algorithm(
         trained copy of it, as in the released code of FedNH.
       plan: batch size and epochs.
       base: the algorithm of the global part: FedAvg, or another factory whose messages are FedAvg's or hold them.
-      **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
+      **kwargs: as for `base`; clients count alike but for `aggregate` and `aggregate_stats`.
 
     Returns:
       An `Algorithm` with the server state and messages of `base`, whose client state is a `Client`.
 
     Raises:
-      ValueError: for another `reference`, a negative `lam`, a `clip` that is not positive, or an optimizer that is
-        none; in the first round, with 'local', if the clients of the base send no model.
+      ValueError: for another `reference`, a negative `lam`, a `clip` that is not positive, or an optimizer or epochs
+        that are none; in the first round, with 'local', if the clients of the base send no model.
     """
     checks.number('lam', lam)
     checks.optimizer('personal_opt', personal_opt)
+    if personal_epochs is not None:
+        checks.whole('personal_epochs', personal_epochs)
     limit = clipping(clip)
     if reference not in ('received', 'local'):
         raise ValueError(f"reference must be 'received' or 'local', not {reference!r}")

@@ -142,8 +142,8 @@ def algorithm(
       `persist_momentum` the state of the client's optimizer. All predictions are those of the generic model.
 
     Raises:
-      ValueError: for an objective, plan, optimizers or aggregators that are none, or do not join models; on `init`, for
-        a name in `parts` that no parameters have.
+      ValueError: for an objective, plan, optimizers or aggregators that are none, or do not join models, or `parts`
+        without a name; on `init`, for a name in `parts` that no parameters have.
 
     Example:
       >>> import jax
@@ -162,8 +162,10 @@ def algorithm(
     checks.kind('objective', objective, Objective)
     checks.optimizer('client_opt', client_opt)
     checked('plan', plan)
-    if server_opt is not None and not isinstance(server_opt, optax.GradientTransformation):
-        raise ValueError('server_opt must be an optax optimizer, such as optax.sgd(1.0)')
+    if parts is not None and not parts:
+        raise ValueError("parts must name what is trained, such as ('body',), or be None for all")
+    if server_opt is not None:
+        checks.transformation('server_opt', server_opt)
     for name, value in (('aggregate', aggregate), ('aggregate_stats', aggregate_stats)):
         if not isinstance(value, Aggregator) or value in (aggregators.class_mean, aggregators.nothing):
             raise ValueError(

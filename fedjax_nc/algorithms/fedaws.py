@@ -56,13 +56,14 @@ def algorithm(
       An `Algorithm` with the states and messages of `base`.
 
     Raises:
-      ValueError: if `margin` or `steps` is negative or `nearest` below 1; on `init`, for a head that holds no class
-        vectors.
+      ValueError: if `margin` or `steps` is negative, `nearest` below 1, or `spread_opt` no optax optimizer; on `init`,
+        for a head that holds no class vectors.
     """
     checks.number('margin', margin)
     checks.whole('steps', steps, 0)
     if nearest is not None:
         checks.whole('nearest', nearest, advice='use steps=0 to spread nothing')
+    checks.transformation('spread_opt', spread_opt)
     inner = base(objective, client_opt, **kwargs)
 
     def init(key: Array, data: FederatedData) -> fedavg.Server:

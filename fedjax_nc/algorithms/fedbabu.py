@@ -33,7 +33,7 @@ def algorithm(
       client_opt: published: `local.sgd(0.01, weight_decay=1e-5, decay=0.99, clip=10.0)` for CIFAR.
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective, an optimizer and `parts`.
-      **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
+      **kwargs: as for `base`; clients count alike but for `aggregate` and `aggregate_stats`.
 
     Returns:
       An `Algorithm` with the states and messages of `base`; clients without state predict with the server's model.

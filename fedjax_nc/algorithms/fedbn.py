@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
 from fedjax_nc import tree
 from fedjax_nc.algorithms import fedavg
@@ -92,11 +92,34 @@ def norms(v: Variables) -> Norms:
     affine = {
         keystr(path): leaf
         for path, leaf in tree_leaves_with_path(v.params)
-        if 'BatchNorm' in keystr(path) or _layer(path) in normed
+        if _called_so(_layer(path)) or _layer(path) in normed
     }
-    if not affine:
+    if not affine and not any(map(_called_so, normed)):
         raise ValueError("FedBN needs a model with BatchNorm layers, such as ResNet20(norm='batch')")
     return Norms(affine, v.stats)
+
+
+def refused(kept: Tree, what: str) -> Tree:
+    """Refuses FedBN's clients, for methods of which some part would not see BatchNorm layers of a client's own.
+
+    Args:
+      kept: what a client keeps under a base.
+      what: that part, for the message.
+
+    Returns:
+      `kept`.
+
+    Raises:
+      ValueError: if there are such layers; it says `what` would not see them.
+    """
+    if any(isinstance(u, Client) for u in tree_leaves(kept, is_leaf=lambda u: isinstance(u, Client))):
+        raise ValueError(f"{what} would not see the clients' own BatchNorm: take another base than fedbn.algorithm")
+    return kept
+
+
+def _called_so(layer: str) -> bool:
+    """Whether a layer is called as flax calls a BatchNorm, whatever the modules around it are called."""
+    return bool(re.fullmatch(r'(.*\.)?BatchNorm(_\d+)?', layer))
 
 
 def _layer(path: Any) -> str:

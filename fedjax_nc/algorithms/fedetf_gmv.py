@@ -80,7 +80,7 @@ def algorithm(
       head: another head, such as `heads.linear(bias=False)` for memory without ETF: its weights learn from the memory.
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
-      **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
+      **kwargs: as for `base`; clients count alike but for `aggregate` and `aggregate_stats`.
 
     Returns:
       An `Algorithm` with the states of `base`, whose clients send a `Message`. `variables.fixed` has the head's own in
@@ -100,7 +100,7 @@ def algorithm(
     if (mu_norm, mu_weight) == ('selected', 'sample'):
         raise ValueError("mu_norm='selected' divides by clients: it needs mu_weight='client'")
     for name, rounds in (('warm', warm), ('collect', collect)):
-        if rounds is not None and not isinstance(rounds, jax.Array):
+        if rounds is not None:
             checks.whole(name, rounds, 0)
     checks.number('alpha', alpha)
     checks.number('mu_ema', mu_ema, high=1)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_nc import aggregators, checks, frames, heads, losses, tree
-from fedjax_nc.algorithms import fedavg, finetune
+from fedjax_nc.algorithms import fedavg, fedbn, finetune
 from fedjax_nc.base import Algorithm, Array, Batch, FederatedData, Head, Info, Model, Shard, State, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan, checked, featurize, joined
 from fedjax_nc.objective import masked_mean, objective, on_features
@@ -75,8 +75,8 @@ def algorithm(
       `fedavg.Message`.
 
     Raises:
-      ValueError: for `parts`; when clients are made, if the base remembers more than FedAvg; in the first round, if it
-        sends more.
+      ValueError: for `parts`; when clients are made, if the base remembers more than FedAvg or is FedBN; in the first
+        round, if it sends more.
     """
     if 'parts' in kwargs:
         raise ValueError('FedLoGe trains the body and both heads: it takes no `parts`')
@@ -105,7 +105,8 @@ def algorithm(
     def init_client(key: Array, server: fedavg.Server) -> Client:
         width, classes = server.variables.params['aux']['w'].shape
         head = heads.dense_init(key, width, classes, aux_bias)
-        return Client(inner.init_client(key, holding(fedavg.plain_server(server), head)), head, jnp.array(False))
+        own = inner.init_client(key, holding(fedavg.plain_server(server), head))
+        return Client(fedbn.refused(own, 'predictions of FedLoGe'), head, jnp.array(False))
 
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         mine = holding(server, client.head)
@@ -244,7 +245,7 @@ def realign(
         if mode == 'paper':
             return logits
         allowed = client.allowed | ~jnp.any(client.allowed)
-        return jnp.where(allowed, logits + heads.dense(client.head, z), losses.ABSENT)
+        return jnp.where(allowed, logits + heads.dense(client.head, z), jnp.finfo(jnp.float32).min)
 
     def refuse(*_: Any) -> NoReturn:
         raise ValueError('realign needs the private heads of training: begin it with fedloge.stage_state(trained)')

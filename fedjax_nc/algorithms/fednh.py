@@ -75,7 +75,7 @@ def algorithm(
       augment: whether the class means are of augmented images, in training mode.
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
-      **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
+      **kwargs: as for `base`; clients count alike but for `aggregate` and `aggregate_stats`.
 
     Returns:
       An `Algorithm` with the states of `base`, whose clients send a `Message`. The prototypes W [C, D] are

@@ -41,7 +41,7 @@ def algorithm(
       client_opt: published: `local.sgd(0.01, weight_decay=1e-5, decay=0.99, clip=10.0)` for CIFAR.
       plan: batch size and local epochs.
       base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
-      **kwargs: as for `base`, but `parts`; clients are averaged without weights unless `aggregate` says otherwise.
+      **kwargs: as for `base`, but `parts`; clients count alike but for `aggregate` and `aggregate_stats`.
 
     Returns:
       An `Algorithm` with the server state of `base`, whose client state is a `Client` and whose clients send a

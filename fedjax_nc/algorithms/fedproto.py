@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import aggregators, checks, classwise, losses
+from fedjax_nc import aggregators, checks, classwise
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.algorithms import fedavg, finetune, solo
 from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Info, Objective, Shard, Tree, Variables
@@ -56,7 +56,7 @@ def algorithm(
 
     Returns:
       An `Algorithm` whose server state is a `fedavg.Server` with `Prototypes` for `extra`, whose client state is the
-      client's model, and whose clients send `ClassRows`. Its logits are `-|h - P_c|^2`, `losses.ABSENT` for prototypes
+      client's model, and whose clients send `ClassRows`. Its logits are `-|h - P_c|^2`, the least float for prototypes
       that are not valid.
 
     Raises:
@@ -78,7 +78,9 @@ def algorithm(
         server = inner.init(key, data)
         z, _ = jax.eval_shape(lambda x: objective.features(server.variables, Batch(x)), data.x[:1])
         classes = data.num_classes
-        return server._replace(extra=Prototypes(jnp.zeros((classes, z.shape[-1])), jnp.zeros(classes, bool)))
+        return server._replace(
+            extra=Prototypes(jnp.zeros((classes, z.shape[-1]), jnp.float32), jnp.zeros(classes, bool))
+        )
 
     def client(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, ClassRows, Info]:
         mine, _, info = inner.client(key, server, mine, shard)
@@ -97,7 +99,7 @@ def algorithm(
         rows, valid = server.extra
         z = objective.features(mine, Batch(x))[0].astype(jnp.float32)
         gap = jnp.sum(jnp.square(z[:, None] - rows), axis=-1)  # expanded squares would lose the digits that decide
-        return jnp.where(valid, -gap, losses.ABSENT)
+        return jnp.where(valid, -gap, jnp.finfo(jnp.float32).min)
 
     return inner._replace(init=init, client=client, aggregate=aggregators.class_mean, server=server, predict=predict)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from fedjax_nc import checks
-from fedjax_nc.algorithms import fedavg, fedper, finetune
+from fedjax_nc.algorithms import fedavg, fedbn, fedper, finetune
 from fedjax_nc.base import Algorithm, Array, Info, Objective, Shard, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan, featurize, joined
 from fedjax_nc.objective import on_features
@@ -42,14 +42,14 @@ def algorithm(
       head_epochs: epochs of the first phase.
       plan: batch size, and epochs of the second phase.
       base: the algorithm that trains the body: FedAvg, or another factory whose messages are FedAvg's.
-      **kwargs: as for `base`, but `parts`; clients are averaged without weights unless `aggregate` says otherwise.
+      **kwargs: as for `base`, but `parts`; clients count alike but for `aggregate` and `aggregate_stats`.
 
     Returns:
       An `Algorithm` with the server state and messages of `base`, whose client state is a `fedper.Client`.
 
     Raises:
       ValueError: for `head_epochs` below 1, or a `head_opt` that is none; when clients are made, if the head has no
-        parameters.
+        parameters, or the base is FedBN.
     """
     checks.kind('objective', objective, Objective)
     checks.whole('head_epochs', head_epochs)
@@ -77,4 +77,9 @@ def algorithm(
         own, message, second = inner.client(key, fedper.holding(server, head), client.own, shard)
         return fedper.Client(own, head), message, joined(first, second)
 
-    return fedper.private_heads(inner)._replace(client=client)
+    private = fedper.private_heads(inner)
+
+    def init_client(key: Array, server: fedavg.Server) -> fedper.Client:
+        return fedbn.refused(private.init_client(key, server), 'the first phase of FedRep')
+
+    return private._replace(init_client=init_client, client=client)

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_nc import heads, losses, tree
-from fedjax_nc.algorithms import fedavg, finetune
+from fedjax_nc import checks, heads, losses, tree
+from fedjax_nc.algorithms import fedavg, fedbn, finetune
 from fedjax_nc.base import Algorithm, Array, Batch, FederatedData, Head, Info, Model, Shard, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan, featurize, joined, sgd
 from fedjax_nc.objective import masked_mean, objective, on_features
@@ -118,18 +118,23 @@ def algorithm(
       absent: what a class that a client lacks counts as in the balanced loss; see `losses.balanced_softmax`.
       plan: batch size and local epochs.
       base: the algorithm that trains it: FedAvg, or another factory whose messages are FedAvg's.
-      **kwargs: as for `base`, but `parts`; clients are averaged without weights unless `aggregate` says otherwise.
+      **kwargs: as for `base`, but `parts`; clients count alike but for `aggregate` and `aggregate_stats`.
 
     Returns:
       An `Algorithm` with the server state of `base`, whose client state is a `Client` and whose clients send a
       `fedavg.Message`.
 
     Raises:
-      ValueError: for another `absent`; on `init`, if the personal head cannot start as it should, or the base remembers
-        more than FedAvg beside a private head that is not trained separately; in the first round, if it sends more.
+      ValueError: for another `absent`, a form, optimizer or epochs of the personal head that are none; on `init`, if
+        the personal head cannot start as it should, or the base is FedBN, or remembers more than FedAvg beside a
+        private head that is not trained separately; in the first round, if it sends more.
     """
     if absent not in ('floor', 'mask'):
         raise ValueError(f"absent must be 'floor' or 'mask', not {absent!r}")
+    checks.kind('personal', personal, Personal)
+    checks.optimizer('personal_opt', personal_opt)
+    if personal_epochs is not None:
+        checks.whole('personal_epochs', personal_epochs)
     generic = objective(model, head, functools.partial(losses.balanced_softmax, absent=absent))
 
     def first(key: Array, data: FederatedData) -> Variables:
@@ -181,7 +186,8 @@ def algorithm(
     def init_client(key: Array, server: fedavg.Server) -> Client:
         first = server.variables.params['personal']
         share = _shares(jnp.zeros(personal.classes(first), jnp.int32))
-        return Client(local.init_client(key, server), first if personal.private else (), share)
+        kept = fedbn.refused(local.init_client(key, server), 'predictions of FedROD')
+        return Client(kept, first if personal.private else (), share)
 
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, fedavg.Message, Info]:
         mine = holding(server, client.head)

@@ -40,7 +40,7 @@ def algorithm(
         `functools.partial(frames.uniform, method='orthogonal')`.
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
-      **kwargs: as for `base`; clients are averaged without weights unless `aggregate` says otherwise.
+      **kwargs: as for `base`; clients count alike but for `aggregate` and `aggregate_stats`.
 
     Returns:
       An `Algorithm` with the states and messages of `base`. The prototypes W [C, D] are

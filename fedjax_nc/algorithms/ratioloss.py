@@ -23,6 +23,7 @@ import numpy as np
 from fedjax_nc import checks, heads, losses
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.base import Aggregate, Algorithm, Array, Batch, FederatedData, Head, Model, Objective, Tree, Variables
+from fedjax_nc.data.host import here
 from fedjax_nc.local import ClientOptimizer, Plan, local_sgd
 from fedjax_nc.objective import masked_mean, objective
 
@@ -66,6 +67,7 @@ def algorithm(
     checks.number('cap', cap, open_low=True, finite=False)
     checks.optimizer('client_opt', client_opt)
     checks.kind('auxiliary', auxiliary, FederatedData)
+    auxiliary = here(auxiliary)
     held = np.asarray(auxiliary.counts)
     if held.shape[0] != held.shape[1] or ((held > 0) != np.eye(len(held), dtype=bool)).any():
         raise ValueError('auxiliary needs one client for each class, holding examples of that class alone')

@@ -443,6 +443,21 @@ def test_mistakes_are_refused(ragged):
     for name in ('samples', 'ridge'):
         with pytest.raises(ValueError, match=name):
             ccvr.calibrate(linear, **{name: -1})
+    begun = ccvr.calibrate(linear).init(toys.KEY, ragged)
+    for how, match in (
+        ({'transform': 'tukey'}, 'transform must be a function'),
+        ({'opt': local.sgd(0.1)}, 'opt must be an optax optimizer'),
+        ({'plan': 5}, 'plan must be a local.Plan'),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ccvr.calibrate(linear, **how)
+        with pytest.raises(ValueError, match=match):
+            ccvr.oracle(toys.KEY, linear, begun, ragged, **how)
+    with pytest.raises(ValueError, match='data must be'):
+        ccvr.oracle(toys.KEY, linear, begun, None)
+    for numbers in ((np.nan,), (0.5, np.nan), ('0.5',), (0.5, -1.0)):
+        with pytest.raises(ValueError, match=r'(power|offset) must'):
+            ccvr.tukey(*numbers)
 
     def bare_frame(key, dim, classes):
         return jnp.eye(dim, classes)

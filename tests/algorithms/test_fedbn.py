@@ -14,7 +14,7 @@ import softmax_by_hand as hand
 import toys
 
 from fedjax_nc import heads, losses, simulate
-from fedjax_nc.algorithms import fedavg, fedbn
+from fedjax_nc.algorithms import fedavg, fedbn, fedloge, fedrep, fedrod
 from fedjax_nc.models import adapter, layers, mobilenet, resnet
 from fedjax_nc.objective import objective
 
@@ -94,3 +94,45 @@ def test_all_norm_layers_are_private_and_nothing_else(module, count):
 def test_models_without_batch_norm_are_refused(data):
     with pytest.raises(ValueError, match='ResNet20'):
         simulate.init(fedbn.algorithm(toys.noisy_task, toys.opt), toys.KEY, data)
+
+
+def test_a_block_with_the_words_in_its_name_is_no_norm_layer():
+    class ConvBatchNorm(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            return nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            return ConvBatchNorm()(x, train)
+
+    params, stats = adapter.from_flax(Net()).init(toys.KEY, jnp.zeros((2, 3)))
+    names = fedbn.norms(fedavg.Variables({'body': params, 'head': {}}, stats)).affine
+    assert {name.split("'")[-2] for name in names} == {'scale', 'bias'}
+
+
+def test_layers_without_scale_and_shift_have_statistics_alone(data):
+    class Plain(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            x = nn.Dense(4)(x.reshape(len(x), -1))
+            return nn.BatchNorm(use_running_average=not train, use_bias=False, use_scale=False)(x)
+
+    task = objective(adapter.from_flax(Plain()), heads.linear(), losses.cross_entropy)
+    norms = simulate.init(fedbn.algorithm(task, toys.opt), toys.KEY, data).clients.norms
+    assert not norms.affine
+    assert jax.tree.leaves(norms.stats)
+
+
+@pytest.mark.parametrize(
+    'algorithm',
+    [
+        fedrod.algorithm(toys.normed, toys.opt, base=fedbn.algorithm),
+        fedloge.algorithm(toys.normed, toys.opt, base=fedbn.algorithm),
+        fedrep.algorithm(objective(toys.normed, heads.linear(), losses.cross_entropy), toys.opt, base=fedbn.algorithm),
+    ],
+)
+def test_methods_that_would_not_see_the_layers_of_clients_refuse_it(data, algorithm):
+    with pytest.raises(ValueError, match='own BatchNorm: take another base'):
+        simulate.init(algorithm, toys.KEY, data)

@@ -11,7 +11,7 @@ import pytest
 import toys
 
 from fedjax_nc import aggregators, heads, local, losses, memory, simulate
-from fedjax_nc.algorithms import fedavg, fedetf_gmv, fedprox
+from fedjax_nc.algorithms import fedavg, fedbn, fedetf_gmv, fedprox
 from fedjax_nc.base import Batch
 from fedjax_nc.objective import objective
 
@@ -189,6 +189,25 @@ def test_strength_of_the_memory():
 def test_unknown_options_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
         fedetf_gmv.algorithm(toys.tiny, toys.opt, warm=1, **options)
+
+
+@pytest.mark.parametrize('warm', [jnp.float32(jnp.nan), jnp.float32(2.5), jnp.int32(-3), jnp.array([1, 2])])
+def test_rounds_of_jax_are_looked_at_too(warm):
+    with pytest.raises(ValueError, match='warm must be'):
+        fedetf_gmv.algorithm(toys.tiny, toys.opt, warm=warm)
+
+
+def test_statistics_that_stay_with_clients_begin_anew_each_round(data):
+    """Features of the last epoch of this round alone are sent, although FedBN's clients keep what they had added up."""
+    algorithm = fedetf_gmv.algorithm(
+        toys.normed, toys.opt, warm=1, collect=0, mu_weight='sample', features='online',
+        plan=local.Plan(16, 2), base=fedbn.algorithm,
+    )  # fmt: skip
+    state = simulate.init(algorithm, toys.KEY, data)
+    server, client, shard = state.server, jax.tree.map(lambda u: u[2], state.clients), data.shard(2)
+    for t in range(3):
+        client, message, _ = algorithm.client(jax.random.fold_in(toys.KEY, t), server, client, shard)
+        np.testing.assert_array_equal(message.means.weight, shard.counts)
 
 
 def test_too_few_features_for_an_etf_are_refused(data):

@@ -8,6 +8,7 @@ P = reshape(r O + o),  r = relu(pi I + i):  d O = r (x) d P,  d o = d P,  d I = 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import softmax_by_hand as hand
 import toys
@@ -170,5 +171,12 @@ def test_any_generic_head_will_do_if_the_personal_one_starts_at_zero(data):
 def test_unknown_options_are_refused():
     with pytest.raises(ValueError, match='zeros'):
         fedrod.linear('random')
-    with pytest.raises(ValueError, match='floor'):
-        fedrod.algorithm(toys.tiny, toys.opt, absent='zero')
+    for options, match in (
+        ({'absent': 'zero'}, 'floor'),
+        ({'personal': 'hyper'}, 'personal must be'),
+        ({'personal': fedrod.hyper}, 'personal must be'),
+        ({'personal_opt': optax.sgd(0.1)}, 'personal_opt is a function of the round'),
+        ({'personal_epochs': 0}, 'personal_epochs must be at least 1'),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fedrod.algorithm(toys.tiny, toys.opt, **options)
