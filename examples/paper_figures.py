@@ -87,9 +87,14 @@ class Net(nn.Module):
         return nn.relu(layers.dense(self.width, x.shape[-1], jnp.float32)(x))
 
 
-def load(name: str, folder: Path | None) -> data.Dataset:
-    """A folder of images, or a data set by its name."""
-    return data.load_folder(name) if Path(name).expanduser().is_dir() else data.load_dataset(name, folder)
+def load(args: argparse.Namespace, least: int = 2, most: int = 10_000) -> data.Dataset:
+    """The folder of images or the data set that is named, which must have so many classes; digits for --tiny."""
+    name = 'digits' if args.tiny else args.data
+    folder = Path(name).expanduser()
+    source = data.load_folder(folder) if folder.is_dir() else data.load_dataset(name, args.data_dir)
+    if not least <= source.num_classes <= most:
+        raise SystemExit(f'{name} has {source.num_classes} classes: this figure is for {least} to {most}')
+    return source
 
 
 def train(algorithm: Algorithm, clients: FederatedData, source: data.Dataset, **rounds: Any) -> fedavg.Server:
@@ -196,7 +201,7 @@ def percent(right: np.ndarray) -> str:
 
 
 def make_ccvr(args: argparse.Namespace) -> dict[str, Figure]:
-    source = load('digits' if args.tiny else args.data, args.data_dir)
+    source = load(args, most=len(TEN))
     if args.tiny:
         source = data.subset(source, 300, seed=0)
         seen = decisions(source, models.from_flax(models.MLP((32,))), 5, 20, 16, rounds=3)
@@ -308,7 +313,7 @@ def draw_pruning(cases: dict[str, Frozen], shares: np.ndarray) -> tuple[Figure, 
 
 
 def make_fedloge(args: argparse.Namespace) -> dict[str, Figure]:
-    source = load('digits' if args.tiny else args.data, args.data_dir)
+    source = load(args, least=9)  # the ninth class is shown
     source = data.keep(source, data.long_tail(source.y_train, 10 if args.tiny else 100, seed=0))
     few, plan = (4, local.Plan(16, 1)) if args.tiny else (20, local.Plan(32, 3))
     parts = data.dirichlet_draws(source.y_train, few, 0.5, seed=0, min_size=2 * plan.batch_size)
@@ -466,7 +471,7 @@ def draw_semantics(found: dict[str, tuple[np.ndarray, float]], groups: Groups) -
 
 
 def make_fednh(args: argparse.Namespace) -> dict[str, Figure]:
-    source = load('digits' if args.tiny else args.data, args.data_dir)
+    source = load(args)
     groups = groups_of(source)
     few, rounds = (5, {'rounds': 3}) if args.tiny else (100, {'rounds': 60, 'cohort': 10})
     parts = data.dirichlet_multiclass(source.y_train, few, 0.3, seed=0)

@@ -19,8 +19,10 @@ EVERYWHERE, BY_CLIENT = PartitionSpec(), PartitionSpec(AXIS)
 
 
 def mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axis 'clients' over all devices, of all processes, or over those given."""
+    """A mesh with the axis 'clients' over all devices, of all processes, or over those given. ValueError for none."""
     devices = jax.devices() if devices is None else list(devices)
+    if not devices:
+        raise ValueError('a mesh needs one device or more: leave them out for all')
     return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 

@@ -62,14 +62,17 @@ def estimate(
       data: the clients; shapes will do.
       cohort: clients a round, all by default.
       chunk: clients side by side; by default `simulate.default_chunk`.
-      platform: 'cpu', 'cuda' or 'tpu', by default that of the default backend.
+      platform: 'cpu', 'cuda', 'rocm' or 'tpu', by default that of the default backend.
 
     Returns:
       Bytes of each part; `total` of them all.
 
     Raises:
-      ValueError: for a cohort or a chunk that `make_round` refuses, or client states that are kept off the devices.
+      ValueError: for a cohort or a chunk that `make_round` refuses, another platform, or client states that are kept
+        off the devices.
     """
+    if platform not in (None, 'cpu', 'cuda', 'rocm', 'tpu'):
+        raise ValueError(f"platform must be 'cpu', 'cuda', 'rocm' or 'tpu', not {checks.shown(platform)}")
     simulate.make_round(algorithm, cohort=cohort, chunk=chunk)
     checks.stacked('state.clients', state.clients)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -117,9 +120,11 @@ def check(
       The estimate.
 
     Raises:
-      ValueError: as `estimate`.
+      ValueError: as `estimate`; for a limit that is no number.
       MemoryError: if the estimate is above the limit, with both, the largest share and the chunk that would fit.
     """
+    if limit is not None:
+        checks.number('limit', limit, finite=False)
     need = estimate(algorithm, state, data, **kwargs)
     if limit is None:
         there = _size([u for u in jax.tree.leaves((state, data)) if isinstance(u, jax.Array)])

@@ -77,13 +77,13 @@ def example_tiles(rows: Mapping[str, ArrayLike]) -> 'Figure':
 
     Args:
         rows: name -> images [n, H, W] or [n, H, W, ch] with 1 or 3 channels, uint8 or floating in [0, 1], which all
-            rows have of one size; what lies beyond is cut off.
+            rows have of one size; what lies beyond is cut off. A row may be shorter than others.
 
     Returns:
         The figure.
 
     Raises:
-        ValueError: if there is no row, or images are of another shape.
+        ValueError: if there is no row or no image, or images are of another shape or type.
         ImportError: without matplotlib.
     """
     if not rows:
@@ -93,7 +93,11 @@ def example_tiles(rows: Mapping[str, ArrayLike]) -> 'Figure':
     if len(sizes) > 1 or any(len(size) != 3 or size[-1] not in (1, 3) for size in sizes):
         raise ValueError(f'`rows` must hold images [n, H, W, ch] of one size; got {sorted(sizes)}.')
     ((height, width, channels),) = sizes
+    if other := [name for name, images in tiles.items() if images.dtype != np.uint8 and images.dtype.kind != 'f']:
+        raise ValueError(f'images must be uint8 or floating; {other[0]!r} has {tiles[other[0]].dtype}.')
     most = max(len(images) for images in tiles.values())
+    if not most:
+        raise ValueError('`rows` has no images.')
     canvas = np.ones((len(tiles) * (height + 1) - 1, most * (width + 1) - 1, 4))
     canvas[..., 3] = 0  # the page shows between the tiles
     for i, images in enumerate(tiles.values()):
@@ -280,7 +284,7 @@ def boxes(panels: Mapping[str, Mapping[str, ArrayLike]], *, ylabel: str = 'test 
     to the third quartile, with a line at the median. A line below the axes says so.
 
     Args:
-        panels: title -> name -> values [n], of which NaN are left out.
+        panels: title -> name -> values [n], of which NaN and infinity are left out.
         ylabel: label of the vertical axis.
 
     Returns:

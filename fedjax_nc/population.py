@@ -35,7 +35,8 @@ class Store:
       key: as `join` takes it.
       server: the server's state on which first states are based; it is copied.
       num_clients: their number K.
-      folder: where the states are kept, in files that this store makes and removes; in memory without it.
+      folder: where the states are kept, in files that this store makes and removes; in memory without it. A process
+        that is killed leaves them behind in a folder `clients-*`, which may then be removed.
 
     Attributes:
       num_clients: clients in all, K.
@@ -85,10 +86,13 @@ class Store:
         """Stores the `states [M, ...]` of clients `ids [M]`, all different; those of K and beyond are dropped.
 
         Raises:
-          ValueError: if the states have another structure or other shapes than the store's.
+          ValueError: if the states have another structure or other shapes than the store's, for a negative number or a
+            client twice.
         """
         real = np.flatnonzero(np.asarray(ids) < self.num_clients)
         ids, (leaves, structure) = np.asarray(ids)[real], jax.tree.flatten(states)
+        if not self._known(ids):
+            raise ValueError(f'ids must be different numbers of clients, from 0 on, not {checks.shown(ids)}')
         shapes = [u.shape[1:] for u in self._leaves]
         if (structure, [u.shape[1:] for u in leaves]) != (self._structure, shapes):
             raise ValueError('these are not states of the algorithm that the store was made for')
@@ -98,6 +102,10 @@ class Store:
         self.seen += len(new)
         for leaf, value in zip(self._leaves, leaves, strict=True):
             leaf[self._slots[ids]] = np.asarray(value)[real]
+
+    def _known(self, ids: np.ndarray) -> bool:
+        """Whether these are different clients."""
+        return not len(ids) or (0 <= ids.min() <= ids.max() < self.num_clients and len(np.unique(ids)) == len(ids))
 
     def _grow(self, rows: int) -> None:
         if not self._leaves or rows <= len(self._leaves[0]):
@@ -126,7 +134,7 @@ class Store:
             u is not None and u.shape == (len(clients), *leaf.shape[1:])
             for u, leaf in zip(leaves, self._leaves, strict=True)
         )
-        if not fits or (len(clients) and not 0 <= clients.min() <= clients.max() < self.num_clients):
+        if not fits or not self._known(clients):
             raise ValueError('the saved client states belong to another algorithm or population')
         self._slots[:], self.seen = -1, 0
         self.put(clients, jax.tree.unflatten(self._structure, leaves))

@@ -50,7 +50,11 @@ def where(condition: Array, a: Tree, b: Tree) -> Tree:
 
 def dot(a: Tree, b: Tree) -> Array:
     """Inner product of `a` and `b` over all leaves: [] float32."""
-    products = jax.tree.map(lambda u, v: jnp.vdot(u.astype(jnp.float32), v.astype(jnp.float32)), a, b)
+
+    def product(u: Array, v: Array) -> Array:
+        return jnp.vdot(u.astype(jnp.float32), v.astype(jnp.float32), precision='highest')
+
+    products = jax.tree.map(product, a, b)
     return functools.reduce(operator.add, jax.tree.leaves(products), jnp.float32(0))
 
 

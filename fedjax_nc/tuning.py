@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -101,7 +102,11 @@ def candidates(
 
     Returns:
       Choices of forms and chunks; without convolutions, of chunks and rounds a call; of each precision.
+
+    Raises:
+      ValueError: for less than one client.
     """
+    checks.whole('clients', clients)
     cpu = (platform or jax.default_backend()) == 'cpu'
     lanes = sorted({min(n, clients) for n in ((1, 5, 8) if cpu else (1, 5, 20))})
     forms: list[str | None] = [None]
@@ -149,8 +154,9 @@ def fastest(
     Raises:
       ValueError: without a choice, for one with an unknown form, or as `simulate.make_round`.
       RuntimeError: if none of them runs.
+      OSError: before anything is timed, if the cache cannot be written.
     """
-    choices = tuple(dict.fromkeys(choices))
+    choices = tuple(dict.fromkeys(choice._replace(tails=tuple(choice.tails)) for choice in choices))
     if not choices:
         raise ValueError('there is nothing to choose from: give at least one Choice')
     for choice in choices:
@@ -160,8 +166,10 @@ def fastest(
     checks.whole('repeats', repeats)
     checks.number('seconds', seconds, open_low=True)
     name = _key_of(build(Choice()), data, choices, cohort) if cache is not None else ''
-    if cache is not None and (known := _remembered(Path(cache), name, choices)):
-        return known
+    if cache is not None:
+        if known := _remembered(Path(cache), name, choices):
+            return known
+        _writable(Path(cache))
     tried: list[Tried] = []
     cap = None
     for choice in choices:
@@ -314,9 +322,17 @@ def _remembered(path: Path, name: str, choices: tuple[Choice, ...]) -> Tuned | N
     return Tuned(tried[0].choice, tried)
 
 
+def _writable(path: Path) -> None:
+    """Fails now, and not after all has been timed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f'{path} is a folder: name a file in it for the cache')
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
 def _remember(path: Path, name: str, found: Tuned) -> None:
     """Adds a result to the cache."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     _checkpoints.replace(path, json.dumps({**_known_results(path), name: found.tried}, indent=1) + '\n')
 
 

@@ -91,3 +91,8 @@ def test_a_mesh_with_other_axes_is_refused():
     mesh = jax.make_mesh((1,), ('batch',))
     with pytest.raises(ValueError, match=r'devices\.mesh'):
         simulate.make_round(fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN), mesh=mesh)
+
+
+def test_a_mesh_of_no_devices_is_refused():
+    with pytest.raises(ValueError, match='one device or more'):
+        devices.mesh([])

@@ -153,6 +153,7 @@ def test_sizes_modes_and_formats(tmp_path, kept):
         ({'channels': 4}, '`channels` must be 3 or 1'),
         ({'test': 0}, '`test` must lie in'),
         ({'test': 1.0}, '`test` must lie in'),
+        ({'test': 'train'}, "another folder than 'train'"),
         ({'test': 'none'}, r'no images in none/; if all lie in CLASS/, give the share'),
         ({'test': 0.01}, '`test` 0.01 holds out nothing'),
         ({'seed': -1}, '`seed` must be'),

@@ -183,6 +183,9 @@ def test_bad_numbers_are_refused(data):
     for kwargs, match in (({'chunk': 0}, 'chunk must be'), ({'cohort': 9}, 'cannot be drawn')):
         with pytest.raises(ValueError, match=match):
             footprint.estimate(algorithm, shapes(algorithm, data), data, **kwargs)
+    for kwargs, match in (({'limit': float('nan')}, 'limit must'), ({'platform': 'banana'}, 'platform must be')):
+        with pytest.raises(ValueError, match=match):
+            footprint.check(algorithm, shapes(algorithm, data), data, **kwargs)
 
 
 def test_an_accelerator_tells_what_its_allocator_has_left(monkeypatch):

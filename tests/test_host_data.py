@@ -249,6 +249,8 @@ def test_what_else_is_refused(both):
     for wrong in ([-1, 0], [0, 9], [[0]], [0.5]):
         with pytest.raises(ValueError, match=r'integers in \[0, 8\]'):
             data.part(away, np.array(wrong))
+    with pytest.raises(ValueError, match='all be different'):
+        data.part(away, np.array([2, 8, 2]))
     with pytest.raises(ValueError, match='cannot be drawn'):
         list(data.feed(away, [toys.KEY], cohort=9))
     algorithm = ALGORITHMS['fedavg']

@@ -71,8 +71,9 @@ def test_tiles_show_the_images():
     np.testing.assert_array_equal(shown[4, :, 3], 0)  # the gap between rows, through which the page shows
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ['one', 'two']
     assert png(plots.example_tiles({'rgb': rng.random((2, 6, 6, 3))}))
-    for wrong in ({}, {'a': grey, 'b': grey[:, :3]}, {'a': grey[0]}, {'a': rng.random((2, 6, 6, 4))}):
-        with pytest.raises(ValueError, match='`rows`'):
+    wide, none, numbers = rng.random((2, 6, 6, 4)), grey[:0], grey.astype(int)
+    for wrong in ({}, {'a': grey, 'b': grey[:, :3]}, *({'a': images} for images in (grey[0], wide, none, numbers))):
+        with pytest.raises(ValueError, match=r'`rows`|uint8 or floating'):
             plots.example_tiles(wrong)
 
 

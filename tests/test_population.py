@@ -83,9 +83,11 @@ def test_contents_restore_a_store(data, round, on_device):
     assert fresh.clients.seen == half.clients.seen == len(contents['clients'])
     state, _ = play(round, half._replace(clients=fresh.clients), data, range(2, ROUNDS))
     toys.same(on_device[0], state.clients.state(state.server), atol=1e-6)
-    for wrong in ({'clients': contents['clients']}, contents | {'clients': contents['clients'] + 8}):
+    twice = contents | {'clients': np.repeat(contents['clients'][:1], len(contents['clients']))}
+    for wrong in ({'clients': contents['clients']}, contents | {'clients': contents['clients'] + 8}, twice):
         with pytest.raises(ValueError, match='another algorithm or population'):
             state.clients.restore(wrong)
+    toys.same(on_device[0], state.clients.state(state.server), atol=1e-6)  # nothing was lost
 
 
 def test_room_grows_with_the_clients_seen_and_not_with_the_population():
@@ -100,6 +102,10 @@ def test_room_grows_with_the_clients_seen_and_not_with_the_population():
     assert 300 * one <= store.nbytes <= 600 * one
     with pytest.raises(ValueError, match='not states of the algorithm'):
         store.put(np.arange(2), ())
+    for wrong in ([-2, 1], [3, 3]):
+        with pytest.raises(ValueError, match='different numbers of clients'):
+            store.put(np.array(wrong), store.take(np.arange(2)))
+    assert store.seen == 300
 
 
 def test_a_run_with_a_store_resumes(data, on_device, tmp_path):

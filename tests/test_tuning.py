@@ -149,7 +149,17 @@ def test_what_is_no_choice_is_refused(choices, said):
         tuning.fastest(build, DATA, choices)
 
 
+def test_a_cache_that_cannot_be_written_is_refused_before_anything_is_timed(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, 'Trial', None)
+    (tmp_path / 'file').write_text('')
+    for cache in (tmp_path, tmp_path / 'file' / 'tuning.json'):
+        with pytest.raises(OSError, match=r'folder|exists|directory'):
+            tuning.fastest(build, DATA, CHOICES[:1], cache=cache)
+
+
 def test_candidates_are_few_and_fit_the_cohort():
+    with pytest.raises(ValueError, match='clients must be at least 1'):
+        tuning.candidates(0)
     for platform in ('cpu', 'cuda', 'tpu'):
         for clients in (1, 4, 20, 100):
             for convolutions in (True, False):

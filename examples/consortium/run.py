@@ -84,7 +84,7 @@ class Consortium:
         self.run = self.out / 'server'
         for folder in (self.keys, self.logs, self.out / 'flwr'):
             folder.mkdir(parents=True, exist_ok=True)
-        if not (self.keys / 'ca.pem').exists():
+        if not (self.keys / f'site-{SITES - 1}.pub').exists():  # the last file to be written
             authority(self.keys)
             for k in range(SITES):
                 identity(self.keys / f'site-{k}')
@@ -302,6 +302,9 @@ def main() -> None:
     parser.add_argument('--secure', action='store_true', help='sum messages unseen, by SecAgg+')
     parser.add_argument('--calm', action='store_true', help='let nothing happen to the sites')
     args = parser.parse_args()
+    eventful = not (args.calm or args.secure)
+    if args.rounds < (4 if eventful else 1):
+        parser.error('--rounds must be 4 or more, so that there is time for what happens; with --calm 1 or more')
     with Consortium(args.out, rounds=args.rounds, half=args.half, secure=args.secure) as consortium:
         print(f'SuperLink and {SITES} SuperNodes on 127.0.0.1:{consortium.port}; logs in {consortium.logs}', flush=True)
         consortium.start_link()
@@ -313,6 +316,8 @@ def main() -> None:
             return 'site 1 is killed'
 
         def back() -> str:
+            if 'site-1' in consortium.running:  # all sites were started anew since it was killed
+                return 'site 1 is there'
             consortium.start_site(1)
             return 'site 1 is started again'
 
@@ -321,7 +326,7 @@ def main() -> None:
             return 'site 2 is frozen, and will not answer again'
 
         a, b, c = args.rounds // 4, args.rounds // 2, 3 * args.rounds // 4
-        status = follow(consortium, args.rounds, {} if args.calm or args.secure else {a: killed, b: back, c: frozen})
+        status = follow(consortium, args.rounds, {a: killed, b: back, c: frozen} if eventful else {})
         print(status)
         if status != 'finished:completed':
             raise SystemExit(f'the run did not end well: look into {consortium.logs}')

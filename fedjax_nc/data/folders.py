@@ -67,6 +67,8 @@ def load_folder(
     checks.whole('`seed`', seed, 0)
     if not isinstance(test, str):
         checks.number('`test`', test, 0, high=1, open_low=True, open_high=True)
+    elif test == 'train':
+        raise ValueError("`test` must be another folder than 'train', or the share of all images that is for testing.")
     return _load(path, None, lambda files: _by_class(files, test, seed), cache, sides, channels, test=test, seed=seed)
 
 

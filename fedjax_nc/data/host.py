@@ -68,7 +68,7 @@ def part(data: HostData, ids: NDArray[np.integer], mesh: Mesh | None = None) -> 
 
     Args:
         data: all clients.
-        ids: [M] their numbers in [0, K]; K stands for nobody.
+        ids: [M] their numbers in [0, K], all different; K stands for nobody, as often as it likes.
         mesh: from `devices.mesh`; every device of it has the whole part.
 
     Returns:
@@ -76,13 +76,15 @@ def part(data: HostData, ids: NDArray[np.integer], mesh: Mesh | None = None) -> 
         most those of the whole pool: an example that several hold is there once, and zeros fill what is left.
 
     Raises:
-        ValueError: for data that are not on the host, or numbers out of range.
+        ValueError: for data that are not on the host, numbers out of range, or a client twice.
     """
     _check(data)
     ids = np.asarray(ids)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or np.any((ids < 0) | (ids > data.num_clients)):
         raise ValueError(f'ids must be a vector of integers in [0, {data.num_clients}], not {checks.shown(ids)}')
     real = ids < data.num_clients
+    if len(np.unique(ids[real])) < real.sum():
+        raise ValueError(f'ids must all be different, not {checks.shown(ids)}')
     known = np.where(real, ids, 0)
     size = np.where(real, np.asarray(data.size)[known], 0).astype(np.int32)
     counts = np.where(real[:, None], np.asarray(data.counts)[known], 0).astype(np.int32)

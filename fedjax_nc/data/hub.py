@@ -49,6 +49,8 @@ def load_hub(
             are not alike, or one, or the directory, is damaged.
         ImportError: without `datasets`.
     """
+    if isinstance(test, str) and test == 'train':
+        raise ValueError("`test` must be another split than 'train', or the share of it that is for testing.")
     if channels not in (1, 3):
         raise ValueError(f'`channels` must be 3 or 1, not {checks.shown(channels)}.')
     try:
@@ -70,7 +72,7 @@ def load_hub(
         )
     one = datasets.concatenate_datasets([source[split] for split in splits]).with_format(None)
     several = [features] if isinstance(features, str) else list(features)
-    wanted = [*several, label, *([client] if client else [])]
+    wanted = [*several, *tables.roles(several, label, client)]
     if absent := [column for column in wanted if column not in one.column_names]:
         raise ValueError(f'{name} has no column {absent[0]!r}; there are {", ".join(one.column_names)}')
     if not len(one):

@@ -55,7 +55,7 @@ def load_table(
         raise DatasetUnavailableError(f'{where} is not there: give a .csv or .parquet file')
     if isinstance(features, str) or (features is not None and not features):
         raise ValueError(f'`features` must be names of columns, not {checks.shown(features)}.')
-    other = [name for name in (label, client, test) if isinstance(name, str)]
+    other = roles(features or (), label, client, test if isinstance(test, str) else None)
     columns = _columns(where, other, features)
     try:
         return split(columns, other, where.stem, label, client, test, standardize, seed)
@@ -105,6 +105,21 @@ def divided(
         raise ValueError(f'class {classes[absent[0]]} has test rows and no training rows')
     owners = (None, None) if clients is None else (clients[train], clients[test])
     return decoded.sound(Dataset(x[train], y[train], x[test], y[test], len(classes), name, classes, *owners))
+
+
+def roles(features: Sequence[str], label: str, *more: str | None) -> list[str]:
+    """The names of the columns that are no features.
+
+    Raises:
+        ValueError: if one is no name, or that of a feature, too.
+    """
+    names = [label, *(name for name in more if name is not None)]
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f'a column is given by its name, not by {checks.shown(name)}')
+        if name in features:
+            raise ValueError(f'column {name!r} cannot be a feature and have another role: leave it out of `features`')
+    return names
 
 
 def test_rows(

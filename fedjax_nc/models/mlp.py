@@ -15,7 +15,6 @@ class MLP(nn.Module):
     """Dense layers with a ReLU after each; the features are the last one, [B, widths[-1]].
 
     Examples [B, ...] of floats are flattened.
-    Examples [B, ...] of floats are flattened.
     (200, 200) is the network of FedAvg for MNIST; (1024, 1024, 128) is MLPNet, with which FedAvg_ETF+GMV
     (arXiv 2303.16066) learns FEMNIST: 1,984,640 parameters for 28x28 images.
 

@@ -120,7 +120,10 @@ def test_another_reference_is_refused():
         ditto.algorithm(toys.task, toys.opt, reference='own')
 
 
-@pytest.mark.parametrize(('wrong', 'said'), [({'lam': -1.0}, 'lam must'), ({'clip': 0.0}, 'clip must be positive')])
+@pytest.mark.parametrize(('wrong', 'said'), [
+    ({'lam': -1.0}, 'lam must'), ({'clip': 0.0}, 'clip must be positive'),
+    ({'personal_epochs': 0}, 'personal_epochs must be at least 1'),
+])  # fmt: skip
 def test_numbers_out_of_range_are_refused(wrong, said):
     with pytest.raises(ValueError, match=said):
         ditto.algorithm(toys.task, toys.opt, **wrong)

@@ -138,6 +138,8 @@ def test_spreading_keeps_positive_only_clients_from_collapse():
 def test_bad_settings_and_heads_without_class_vectors_are_refused(data):
     with pytest.raises(ValueError, match='steps'):
         fedaws.algorithm(TASK, opt, steps=-1)
+    with pytest.raises(ValueError, match='spread_opt must be an optax optimizer'):
+        fedaws.algorithm(TASK, opt, spread_opt=opt)
     with pytest.raises(ValueError, match='nearest'):
         fedaws.algorithm(TASK, opt, nearest=0)
     deep = Head(lambda key, dim, classes: ({'first': jnp.ones((dim, classes))}, {}), lambda p, f, z: z @ p['first'])
