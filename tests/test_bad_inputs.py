@@ -87,7 +87,7 @@ def refused(build, said):
     assert said in text
 
 
-@pytest.mark.parametrize(('factory', 'argument', 'value'), numbers())
+@pytest.mark.parametrize(('factory', 'argument', 'value'), list(numbers()))
 def test_a_number_out_of_range(factory, argument, value):
     refused(lambda: call(factory, **{argument: value}), argument)
 
