@@ -156,6 +156,7 @@ class Algorithm(NamedTuple):
     server: Callable[[Array, Tree, Aggregate], Tree]  #: (key, server, aggregate) -> server
     #: (server, client | None, x [B, ...]) -> logits [B, C] float32; None asks for the generic model
     predict: Callable[[Tree, Tree | None, Array], Array]
+    secret: bool = False  #: whether clients must not know what `server` draws, as the noise of differential privacy
 
 
 class State(NamedTuple):

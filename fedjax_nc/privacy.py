@@ -32,6 +32,9 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     for the person who simulates. Nor is it clipped: SCAFFOLD's and FedDyn's servers follow the noisy changes of what
     clients keep exactly.
 
+    Whoever knows the key of a round knows its cohort and its noise: in simulation, keep the run's key as secret as its
+    reports. `flower.server_app` draws the noise from fresh randomness of its own.
+
     Args:
       algorithm: one whose server works with means or sums of messages. Means by class and FedNova's directions are
         weighted before they are summed, which noisy weights do not allow; nor may the server ask for numbers of
@@ -53,6 +56,7 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     checks.number('clip', clip, open_low=True)
     checks.number('noise_multiplier', noise_multiplier)
     checks.whole('cohort', cohort)
+    clip, noise_multiplier = float(clip), float(noise_multiplier)  # NumPy's half precision would go on in all products
 
     def init_client(key: Array, server: Tree) -> Tree:
         if jax.tree.leaves(server.variables.stats):
@@ -99,7 +103,13 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
             )
         return step(jnp.float32(jnp.nan))
 
-    return algorithm._replace(init_client=init_client, client=client, aggregate=aggregators.total, server=server)
+    return algorithm._replace(
+        init_client=init_client,
+        client=client,
+        aggregate=aggregators.total,
+        server=server,
+        secret=algorithm.secret or noise_multiplier > 0,
+    )
 
 
 def depends_on(jaxpr: core.Jaxpr, at: int) -> bool:
@@ -142,10 +152,11 @@ def epsilon(
     could have been another's (Wang, Balle, Kasiviswanathan, AISTATS 2019); the sum then moves by up to 2 S, so that
     the noise counts as half of z. Most papers report 'poisson' instead: as if each client had joined by the toss of a
     coin, with the guarantee that a client could have been missing. That number is smaller, and here an idealisation.
-    Cohorts chosen by `ids` are covered by neither.
+    Cohorts chosen by `ids` are covered by neither, and a rate below 1 is worth nothing against those who know the
+    cohorts, as the sites of a deployment do.
 
     Args:
-      noise_multiplier: z, as given to `private`.
+      noise_multiplier: z, as given to `private`; 0, or between 1e-6 and 1e6.
       sampling_rate: share of the population in a cohort, M / K.
       rounds: how many.
       delta: the allowed failure probability, below 1 / K.
@@ -162,6 +173,10 @@ def epsilon(
     checks.number('sampling_rate', sampling_rate, high=1, open_low=True)
     checks.whole('rounds', rounds, 0)
     checks.number('delta', delta, high=1, open_low=True, open_high=True)
+    # The accountant goes on in the precision of what it is given.
+    z, sampling_rate, delta = float(noise_multiplier), float(sampling_rate), float(delta)
+    if z != 0 and not 1e-6 <= z <= 1e6:
+        raise ValueError(f'noise_multiplier must be 0, or between 1e-6 and 1e6, not {z}')
     if sampling not in ('fixed', 'poisson'):
         raise ValueError(f"sampling must be 'fixed' or 'poisson', not {sampling!r}")
     try:
@@ -170,16 +185,16 @@ def epsilon(
         raise ImportError('epsilon needs dp-accounting: pip install "fedjax_nc[privacy]"') from error
     if rounds == 0:
         return 0.0
-    if noise_multiplier == 0:
+    if z == 0:
         return float('inf')
     if sampling == 'poisson':
         relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
-        event = dp.PoissonSampledDpEvent(sampling_rate, dp.GaussianDpEvent(noise_multiplier))
+        event = dp.PoissonSampledDpEvent(sampling_rate, dp.GaussianDpEvent(z))
     else:
         relation = dp.NeighboringRelation.REPLACE_ONE
         share = Fraction(sampling_rate).limit_denominator(10**9)
         # The accountant takes the multiplier for that of the sensitivity, which is twice the norm of a message here.
-        half = dp.GaussianDpEvent(noise_multiplier / 2)
+        half = dp.GaussianDpEvent(z / 2)
         event = dp.SampledWithoutReplacementDpEvent(share.denominator, share.numerator, half)
     accountant = dp.rdp.RdpAccountant(neighboring_relation=relation)
-    return float(accountant.compose(event, rounds).get_epsilon(delta))
+    return float(accountant.compose(event, int(rounds)).get_epsilon(delta))

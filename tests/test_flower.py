@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from jax.flatten_util import ravel_pytree
 from loopback import Loopback, agreement, apart, deploy, own, sites
 from test_contract import ALGORITHMS
 
-from fedjax_nc import aggregators, evaluate, flower, local, privacy, saving, simulate, training
+from fedjax_nc import aggregators, evaluate, flower, local, privacy, saving, simulate, training, tree
 from fedjax_nc.algorithms import ccvr, ditto, fedavg, fedetf, fedloge, finetune, scaffold
 from fedjax_nc.base import State
 from fedjax_nc.flower import _plan, _site
@@ -254,10 +255,26 @@ class TestSecure:
 
     def test_together_with_user_level_privacy(self, data, tmp_path):
         plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
-        algorithm = privacy.private(plain, clip=0.5, noise_multiplier=0.1, cohort=4)
+        # Without noise, which is the server's own and not that of a simulation.
+        algorithm = privacy.private(plain, clip=0.5, noise_multiplier=0.0, cohort=4)
         agreed = agreement([self.phase(algorithm, 4)], data, secure=flower.Secure(limit=0.5))
         seen = deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server')
         assert apart(seen[-1].server, simulated(algorithm, data, 3, 4).state.server) < 1e-5
+
+    @pytest.mark.parametrize('secure', [None, flower.Secure(limit=0.5)])
+    def test_no_site_can_tell_the_noise_of_privacy_from_what_it_knows(self, data, tmp_path, secure):
+        plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+        exact, noisy = (privacy.private(plain, clip=0.5, noise_multiplier=z, cohort=5) for z in (0.0, 8.0))
+        agreed = agreement([self.phase(noisy, rounds=1)], data, secure=secure)
+        models = [simulated(noisy, data, 1).state.server]
+        for turn in 'ab':
+            grid = Loopback(sites(agreed, data, tmp_path / turn))
+            models.append(deploy(agreed, grid, tmp_path / turn / 'server')[-1].server)
+        clean = simulated(exact, data, 1).state.server.variables.params
+        noise = [ravel_pytree(tree.sub(u.variables.params, clean))[0] for u in models]
+        for u in noise:
+            assert np.std(u) == pytest.approx(8.0 * 0.5 / 5, rel=0.2)
+        assert np.abs(np.corrcoef(noise) - np.eye(3)).max() < 0.3
 
     def test_state_stays_at_sites(self, data, tmp_path):
         algorithm = scaffold.algorithm(toys.task, toys.opt, plan=toys.PLAN)

@@ -328,6 +328,18 @@ class TestEpsilon:
             want = converted(orders, 20 * orders * sensitivity**2 / (2 * 8.0**2), 1e-5)
             np.testing.assert_allclose(privacy.epsilon(8.0, 1.0, 20, 1e-5, sampling=sampling), want, rtol=0.01)
 
+    @pytest.mark.parametrize('sampling', ['fixed', 'poisson'])
+    def test_is_the_same_for_numbers_of_any_kind(self, sampling):
+        want = privacy.epsilon(1.5, 0.25, 100, 2.0**-16, sampling=sampling)
+        given = np.float16(1.5), np.float32(0.25), np.int64(100), np.float16(2.0**-16)
+        assert privacy.epsilon(*given, sampling=sampling) == want > 1
+        assert privacy.epsilon(np.int8(20), 0.25, 100, 1e-5) == privacy.epsilon(20.0, 0.25, 100, 1e-5) > 0
+
+    @pytest.mark.parametrize('z', [1e20, 1e-200])
+    def test_noise_beyond_all_measure_is_refused(self, z):
+        with pytest.raises(ValueError, match='noise_multiplier must be 0, or between'):
+            privacy.epsilon(z, 0.1, 100, 1e-5)
+
     def test_of_poisson_sampling_is_the_moments_accountant(self):
         """Integer orders by the binomial sum (Mironov, Talwar, Zhang, 2019); at q = 0.01, sigma = 4 and 10,000 steps,
         Abadi et al. (CCS 2016) report 1.26 by a looser conversion."""

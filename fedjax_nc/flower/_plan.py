@@ -30,7 +30,8 @@ class Phase(NamedTuple):
     """Rounds of one algorithm: training, or a stage that follows it."""
 
     algorithm: Algorithm
-    #: of its rounds, as `training.run` takes it: round t, from 0, uses `fold_in(key, t)`
+    #: of its rounds, as `training.run` takes it: round t, from 0, uses `fold_in(key, t)`. All sites know it, so that
+    #: what must be unknown to them, the noise of `privacy.private`, is drawn by the server alone
     key: Array
     rounds: int = 1
     cohort: int | None = None  #: sites a round, drawn as in simulation; all by default

@@ -1,6 +1,7 @@
 """The server: whom it asks, what it accepts of what comes back, and the step that simulation takes."""
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -245,13 +246,14 @@ class Server:
         seen, unseen = seen_step(phase), unseen_step(phase)
 
         def step(key: Array, state: Tree, answers: Answers) -> tuple[Tree, Row, bool]:
+            own = own_key(key, phase.algorithm.secret)
             data = _plan.blank(agreed, self.sites.sizes)
             present = np.where(np.isin(answers.ids, answers.there), answers.ids, agreed.clients).astype(np.int32)
             if answers.summed is not None:
-                new = unseen(key, state, data, jnp.asarray(present), answers.summed)
+                new = unseen(own, state, data, jnp.asarray(present), answers.summed)
                 return new, {}, bool(tree.finite(new))
             rows = stacked([answers.replies.get(int(k)) for k in answers.ids], self.kinds[number])
-            new, report = seen(key, state, data, jnp.asarray(present), rows)
+            new, report = seen(key, own, state, data, jnp.asarray(present), rows)
             return new, {'loss': float(report.loss)}, bool(report.finite)
 
         return step
@@ -379,22 +381,40 @@ class Server:
         return row
 
 
+def own_key(key: Array, secret: bool) -> Array:
+    """What the server draws from in a round: as in simulation, or, if sites must not know it, what nothing tells.
+
+    Sites know the agreement's keys, and every state. Fresh randomness is kept nowhere, so that a round that is done
+    again does not show another sum of messages with the same noise.
+    """
+    if not secret:
+        return jax.random.split(key, 3)[2]
+    bare = jax.random.key_data(key)
+    drawn = jnp.asarray(np.frombuffer(secrets.token_bytes(bare.nbytes), bare.dtype).reshape(bare.shape))
+    typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(drawn, impl=jax.random.key_impl(key)) if typed else drawn
+
+
 def seen_step(phase: Phase) -> Callable[..., tuple[Tree, simulate.Report]]:
     """The end of a round by the code of simulation, whose clients here are what sites have sent.
 
     Returns:
-      `(key, server, data, ids [M], replies [M, ...]) -> (server, report)`, compiled. `data` are those of `_plan.blank`;
-      `ids` hold K for those who sent nothing, whose rows are ignored.
+      `(key, own, server, data, ids [M], replies [M, ...]) -> (server, report)`, compiled. The server draws from `own`;
+      `data` are those of `_plan.blank`; `ids` hold K for those who sent nothing, whose rows are ignored.
     """
 
     def client(key: Array, server: Tree, held: Reply, shard: Shard) -> tuple[Tree, Tree, Info]:
         return held, held.message, held.info
 
-    # One after the other, so that the order of the sum is the same on every machine.
-    work = simulate.make_work(phase.algorithm._replace(client=client), chunk=1)
-
     @jax.jit
-    def step(key: Array, server: Tree, data: Any, ids: Array, replies: Reply) -> tuple[Tree, simulate.Report]:
+    def step(
+        key: Array, own: Array, server: Tree, data: Any, ids: Array, replies: Reply
+    ) -> tuple[Tree, simulate.Report]:
+        def end(key: Array, server: Tree, aggregate: Aggregate) -> Tree:
+            return phase.algorithm.server(own, server, aggregate)
+
+        # One after the other, so that the order of the sum is the same on every machine.
+        work = simulate.make_work(phase.algorithm._replace(client=client, server=end), chunk=1)
         server, _, report = work(key, server, replies, data, ids, jnp.arange(len(ids)))
         return server, report._replace(info=())
 
@@ -402,15 +422,14 @@ def seen_step(phase: Phase) -> Callable[..., tuple[Tree, simulate.Report]]:
 
 
 def unseen_step(phase: Phase) -> Callable[..., Tree]:
-    """The same from a sum of messages: `(key, server, data, ids [M], summed) -> server`, compiled."""
+    """The same from a sum of messages: `(own, server, data, ids [M], summed) -> server`, compiled."""
 
     @jax.jit
-    def step(key: Array, server: Tree, data: Any, ids: Array, summed: Tree) -> Tree:
-        _, _, k_server = jax.random.split(key, 3)
+    def step(own: Array, server: Tree, data: Any, ids: Array, summed: Tree) -> Tree:
         weights = data.size.at[ids].get(mode='fill', fill_value=0).astype(jnp.float32)
         value = phase.algorithm.aggregate.finish(summed)
         aggregate = Aggregate(value, jnp.sum(weights), jnp.sum(jnp.sign(weights)), len(ids))
-        return phase.algorithm.server(k_server, server, aggregate)
+        return phase.algorithm.server(own, server, aggregate)
 
     return step
 
