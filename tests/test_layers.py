@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_nc.models import convolution, layers, looped, onednn
+from fedjax_nc.models import convolution, layers, libdnnl, looped, onednn
 from fedjax_nc.models.convolution import (
     LAYOUT,
     conv_by_platform,
@@ -39,8 +39,9 @@ GEOMETRIES = [  # image, kernel, strides, padding
 
 @pytest.fixture(autouse=True)
 def onednn_takes_all_gradients(monkeypatch):
-    """Of few channels too, which are otherwise left to XLA."""
+    """As jaxlib has it, of few channels too, which are otherwise left to XLA; `test_libdnnl` has oneDNN's own."""
     monkeypatch.setattr(looped, 'CHANNELS', 1)
+    monkeypatch.setattr(libdnnl, 'available', lambda dtype: False)
 
 
 def normal(seed, *shape):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_nc.base import Array
-from fedjax_nc.models import onednn
+from fedjax_nc.models import libdnnl, onednn
 
 Pads = tuple[tuple[int, int], tuple[int, int]]
 Strides = tuple[int, int]
@@ -197,19 +197,21 @@ def _looped_kernel_gradient(x: Array, g: Array, geometry: Geometry, library: boo
     ends: Any = tuple((geometry.pads[d][0], spare) for d, spare in enumerate(_spare(geometry)))
     if min(map(min, ends)) < 0:
         x, ends = _padded(x, ends), NO_PADS
-    how = {'strides': geometry.strides, 'pads': ends, 'precision': geometry.precision}
-    if library and geometry.kernel[2] >= CHANNELS:
-        sums = functools.partial(onednn.either, _sums_by_library, _sums_by_xla, **how)
-    else:
-        sums = functools.partial(_sums_by_xla, **how)
-    return _one_by_one(sums)(x, g).astype(x.dtype)
+    how = {'size': geometry.kernel[:2], 'strides': geometry.strides, 'pads': ends, 'precision': geometry.precision}
+    by = functools.partial(onednn.either, _sums_by_library, _sums_by_xla) if library else _sums_by_xla
+    return _one_by_one(functools.partial(by, **how))(x, g).astype(x.dtype)
 
 
-def _sums_by_library(x: Array, g: Array, *, strides: Strides, pads: Pads, precision: Any) -> Array:
-    """Sums [h, w, I, O] in float32 over all windows: a convolution in three dimensions, the last of which are channels.
+def _sums_by_library(x: Array, g: Array, *, size: Strides, strides: Strides, pads: Pads, precision: Any) -> Array:
+    """Sums [h, w, I, O] in float32 over all windows.
 
-    So every product that it consists of has all of them in its rows. A few images at a time fill the cache.
+    Without the library's own gradient it is a convolution in three dimensions, the last of which are channels: so every
+    product that it consists of has all of them in its rows. A few images at a time fill the cache.
     """
+    if libdnnl.available(x.dtype):
+        return libdnnl.kernel_gradient(x, g, size=size, strides=strides, pads=pads)
+    if x.shape[-1] < CHANNELS:
+        return _sums_by_xla(x, g, size=size, strides=strides, pads=pads, precision=precision)
     dk, some = jnp.zeros((), jnp.float32), max(FLOATS // x[0].size, -(-len(x) // PIECES))
     for at in range(0, len(x), some):
         images, windows = x[at : at + some].transpose(1, 2, 3, 0), g[at : at + some].transpose(1, 2, 0, 3)
@@ -219,7 +221,7 @@ def _sums_by_library(x: Array, g: Array, *, strides: Strides, pads: Pads, precis
     return dk
 
 
-def _sums_by_xla(x: Array, g: Array, *, strides: Strides, pads: Pads, precision: Any) -> Array:
+def _sums_by_xla(x: Array, g: Array, *, size: Strides, strides: Strides, pads: Pads, precision: Any) -> Array:
     """The same with channels in the place of the batch, a few images at a time.
 
     In a transposed copy of many the neighbours lie too far apart for the cache.

@@ -133,6 +133,11 @@ def _right(dtype: jnp.dtype) -> bool:
             for (x, kernel), how in zip(arrays, hows, strict=True)
         ]
 
+    return agrees(both, arrays)
+
+
+def agrees(both: Callable[[Any], list[tuple[Array, Array]]], arrays: Any) -> bool:
+    """Whether the pairs that `both(arrays)` makes on this CPU are equal; not, if it cannot be compiled."""
     try:  # compiled ahead of its call, because the first caller may be tracing
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
         results = jax.jit(both, in_shardings=cpu, out_shardings=cpu).lower(arrays).compile()(arrays)
