@@ -148,6 +148,8 @@ def test_impossible_shapes_are_refused(conv):
         run(conv, normal(0, 2, 6, 6, 3), normal(1, 3, 3, 2, 4))
     with pytest.raises(ValueError, match='smaller than the kernel'):
         run(conv, normal(0, 2, 2, 6, 3), normal(1, 3, 3, 3, 4), padding='VALID')
+    with pytest.raises(ValueError, match='no negative padding'):
+        run(conv, normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 4), padding=[(0, 0), (1, -1)])
 
 
 def test_flax_accepts_the_forms():

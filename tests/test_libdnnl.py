@@ -1,7 +1,12 @@
-"""oneDNN's own kernel gradient against XLA's, in the programs that take it, and what happens where it cannot be had."""
+"""oneDNN's own convolutions against XLA's, in programs that take them, and what happens where they cannot be had."""
 
 import concurrent.futures
+import functools
 import importlib.metadata
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +14,7 @@ import numpy as np
 import pytest
 from test_layers import GEOMETRIES, assert_close, normal, run, value_and_gradients
 
-from fedjax_nc.models import conv_by_platform, conv_native, conv_onednn, libdnnl, looped, onednn
+from fedjax_nc.models import conv_by_platform, conv_native, conv_onednn, foreign, libdnnl, looped, onednn
 
 FLOAT = jnp.dtype('float32')
 pytestmark = pytest.mark.skipif(not libdnnl.available(FLOAT), reason='oneDNN cannot be called here')
@@ -29,7 +34,7 @@ def test_gradients_equal_native(image, kernel, strides, padding, inputs, outputs
     x, k = normal(0, 5, *image, inputs), normal(1, *kernel, inputs, outputs)
     want = jax.jit(value_and_gradients(conv_native, strides, padding))(x, k)
     lowered = jax.jit(value_and_gradients(conv_onednn, strides, padding)).lower(x, k)
-    assert (libdnnl.CALL in lowered.as_text()) == (kernel != (1, 1))
+    assert lowered.as_text().count(f'@{libdnnl.CALL}') == (0 if kernel == (1, 1) else 3)
     assert_close(lowered.compile()(x, k), want)
 
 
@@ -64,15 +69,42 @@ def test_calls_may_overlap():
 def test_threads_are_shared_out_among_devices(monkeypatch):
     x, g = normal(0, 8, 16, 16, 16), normal(1, 8, 16, 16, 16)
     how = {'size': (3, 3), 'strides': (1, 1), 'pads': ((1, 1), (1, 1))}
-    texts, results = [], []
-    for devices in (1, 10_000):
-        monkeypatch.setattr(jax, 'local_device_count', lambda kind, devices=devices: devices)
-        lowered = jax.jit(lambda x, g: libdnnl.kernel_gradient(x, g, **how)).lower(x, g)
-        texts.append(lowered.as_text())
+    threads, results = libdnnl._library().omp_get_max_threads(), []
+    for local, devices, each in ((1, 1, threads), (1, 4, threads), (10_000, 1, threads), (10_000, 10_000, 1)):
+        monkeypatch.setattr(jax, 'local_device_count', lambda kind, local=local: local)
+        by = functools.partial(libdnnl.kernel_gradient, **how, devices=devices)
+        lowered = jax.jit(lambda x, g, by=by: by(x, g)).lower(x, g)
+        assert f', {each}]> : tensor<17xi64>' in lowered.as_text()
         results.append(lowered.compile()(x, g))
-    assert ', 1]> : tensor<16xi64>' in texts[1]
-    assert (texts[0] == texts[1]) == (libdnnl._library().omp_get_max_threads() == 1)
-    assert_close(results[:1], results[1:])
+    assert_close(results[1:], results[:1] * 3)
+
+
+DEVICES = """
+import jax, numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from fedjax_nc.models import conv_onednn, convolution, libdnnl
+rng = np.random.default_rng(0)
+x, k = np.float32(rng.normal(size=(8, 2, 6, 6, 16))), np.float32(rng.normal(size=(8, 3, 3, 16, 8)))
+libdnnl._library = lambda library=libdnnl._library(): library
+libdnnl._library().omp_set_num_threads(8)
+def loss(x, k): return (conv_onednn(x, k, (1, 1), 'SAME', dimension_numbers=convolution.LAYOUT) ** 2).sum()
+def lanes(x, k): return jax.lax.map(lambda row: jax.grad(loss, argnums=(0, 1))(*row), (x, k))
+where = PartitionSpec('clients')
+mesh = Mesh(np.array(jax.devices()), ('clients',))
+shared = jax.shard_map(lanes, mesh=mesh, in_specs=where, out_specs=where, check_vma=False)
+texts = [jax.jit(f).lower(x, k).as_text() for f in (lanes, shared)]
+print(*(text.count(f', {n}]> : tensor<17xi64>') for text, n in zip(texts, (8, 2))))
+print(max(float(abs(a - b).max()) for a, b in zip(jax.jit(lanes)(x, k), jax.jit(shared)(x, k))))
+"""
+
+
+def test_devices_of_a_mesh_share_the_threads():
+    flags = {'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}
+    done = subprocess.run([sys.executable, '-c', DEVICES], env=os.environ | flags, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    counts, apart = done.stdout.splitlines()
+    assert counts == '3 3'
+    assert float(apart) < 1e-3
 
 
 def test_an_error_in_a_call_is_one_of_the_program(monkeypatch):
@@ -89,9 +121,67 @@ def test_an_error_in_a_call_is_one_of_the_program(monkeypatch):
     assert_close([compiled(x, k, g)], [gradient(conv_native)(x, k, g)])
 
 
-def test_what_onednn_refuses_is_told():
-    with pytest.raises(RuntimeError, match='dnnl_convolution_backward_weights_primitive_desc_create gave status'):
-        libdnnl._planned((2, 6, 6, 16, 3, 3, 5, 6, 8, 1, 1, 1, 1, 1, 1, 1))  # there are six rows of results
+INTERRUPTED = """
+import _thread, threading, time
+import jax, numpy as np
+from fedjax_nc.models import conv_onednn, convolution, libdnnl
+x, k = (np.float32(np.random.default_rng(0).normal(size=shape)) for shape in ((64, 32, 32, 16), (3, 3, 16, 16)))
+asked, planned, times = [], libdnnl._planned, 6
+def spied(numbers):
+    asked.append(threading.current_thread())
+    return planned(numbers)
+libdnnl._planned = spied
+def several(x, k):
+    for _ in range(8): x = conv_onednn(x, k, (1, 1), 'SAME', dimension_numbers=convolution.LAYOUT) / 12
+    return x
+program = jax.jit(several).lower(x, k).compile()
+want, results, caught = np.asarray(program(x, k)), [], 0
+assert threading.main_thread() in asked  # where interruptions arrive
+for i in range(times):
+    threading.Timer(0.02 + 0.003 * i, _thread.interrupt_main).start()
+    try:
+        for _ in range(1000): results.append(program(x, k))
+    except KeyboardInterrupt:
+        caught += 1
+    assert all(np.array_equal(result, want) for result in results)
+    results.clear()
+assert caught == times, caught
+time.sleep(1)  # and no more of them come
+"""
+
+
+def test_an_interruption_waits_for_the_end_of_a_program():
+    done = subprocess.run([sys.executable, '-c', INTERRUPTED], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, '')
+
+
+@pytest.mark.parametrize('kind', [libdnnl.FORWARD, libdnnl.INPUT_GRADIENT, libdnnl.KERNEL_GRADIENT])
+def test_what_onednn_refuses_is_told(kind):
+    with pytest.raises(RuntimeError, match=r'dnnl_convolution_\w+_primitive_desc_create gave status'):
+        libdnnl._planned((kind, 2, 6, 6, 16, 3, 3, 5, 6, 8, 1, 1, 1, 1, 1, 1, 1))  # there are six rows of results
+
+
+def test_the_persistent_cache_takes_its_programs(tmp_path):
+    """Which jaxlib's own operation forbids."""
+    program = """
+import sys, warnings
+import jax, jax.numpy as jnp
+warnings.simplefilter('error')
+jax.config.update('jax_compilation_cache_dir', sys.argv[1])
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+from fedjax_nc.models import conv_onednn, convolution
+def convolved(x, k): return conv_onednn(x, k, (1, 1), 'SAME', dimension_numbers=convolution.LAYOUT)
+print(float(jax.jit(convolved)(jnp.ones((2, 8, 8, 16)), jnp.ones((3, 3, 16, 8))).sum()))
+"""
+    results = set()
+    for _ in range(2):
+        command = [sys.executable, '-c', program, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        results.add(done.stdout)
+        assert any(path.name.startswith('jit_convolved') for path in tmp_path.iterdir())
+    assert results == {f'{2 * 8 * 16 * (8 * 8 * 9 - 4 * 8 * 3 + 4.0)}\n'}
 
 
 def test_programs_for_other_machines_do_not_call_it():
@@ -106,20 +196,27 @@ def test_other_types_are_left_to_xla():
     assert libdnnl.CALL not in gradient(conv_onednn).lower(x, k, g).as_text()
 
 
-def missing(name):
-    raise importlib.metadata.PackageNotFoundError(name)
+def raiser(error):
+    def refuse(*args, **how):
+        raise error
+
+    return refuse
 
 
 @pytest.mark.parametrize(
     ('module', 'name', 'value'),
     [
-        (libdnnl.importlib.metadata, 'files', missing),
+        (libdnnl.importlib.metadata, 'files', raiser(importlib.metadata.PackageNotFoundError(libdnnl.PACKAGE))),
         (libdnnl.importlib.metadata, 'files', lambda name: None),
-        (libdnnl.ctypes, 'CDLL', lambda path: (_ for _ in ()).throw(OSError('libgomp.so.1: cannot open'))),
+        (libdnnl, '_interface', lambda: SimpleNamespace(dlopen=raiser(OSError('libgomp.so.1: cannot open')))),
+        (libdnnl, '_interface', raiser(ModuleNotFoundError('cffi'))),
+        (foreign, 'register', raiser(MemoryError())),
         (libdnnl.platform, 'machine', lambda: 'aarch64'),
         (libdnnl.onednn, 'available', lambda dtype: False),
         (libdnnl, 'OPENMP', 4),  # a library of another runtime
         (libdnnl, 'kernel_gradient', lambda x, g, **how: jnp.zeros((*how['size'], x.shape[3], g.shape[3]))),
+        (libdnnl, 'input_gradient', lambda g, kernel, **how: jnp.zeros((len(g), *how['sides'], kernel.shape[2]))),
+        (libdnnl, 'convolution', lambda x, kernel, **how: jnp.zeros((2, 3, 5, 6))),
     ],
 )
 def test_without_it_the_gradient_is_computed_otherwise(module, name, value, monkeypatch):

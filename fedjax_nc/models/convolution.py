@@ -66,8 +66,8 @@ def conv_patches(lhs: Array, rhs: Array, window_strides: Sequence[int], padding:
         Images [B, h', w', O] in the type of `lhs`.
 
     Raises:
-        ValueError: for dilation, groups or another layout, shapes that do not go together, or a kernel that is larger
-            than the padded image.
+        ValueError: for dilation, groups, negative padding or another layout, shapes that do not go together, or a
+            kernel that is larger than the padded image.
     """
     return product(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options))
 
@@ -149,6 +149,8 @@ def _geometry(lhs: Array, rhs: Array, strides: Sequence[int], padding: Padding, 
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], strides, padding)
     (top, bottom), (left, right) = padding
+    if min(top, bottom, left, right) < 0:
+        raise ValueError(f'this convolution has no negative padding, but got {padding}: cut the images before')
     height, width = lhs.shape[1] + top + bottom, lhs.shape[2] + left + right
     if height < rhs.shape[0] or width < rhs.shape[1]:
         raise ValueError(f'a padded image of {height}x{width} is smaller than the kernel {rhs.shape[0]}x{rhs.shape[1]}')

@@ -1,111 +1,91 @@
-"""Python functions as foreign functions of XLA's CPU programs, by ctypes: they get addresses, not arrays.
+"""Python functions as foreign functions of XLA's CPU programs, by cffi: they get addresses, not arrays.
 
-That is for libraries in C whose work takes long beside the tens of microseconds of such a call. ctypes lets go of the
-interpreter's lock while the library works. Described is the part of xla/ffi/api/c_api.h, version 0.3, that is used.
+That is for libraries in C whose work takes long beside the tens of microseconds of such a call. The interpreter's lock
+is let go while the library works.
 """
 
+import _thread
 import ctypes
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
-START: Any = (('struct_size', ctypes.c_size_t), ('extension', ctypes.c_void_p))
+import cffi
+import jax
+
+# The part of xla/ffi/api/c_api.h, version 0.3, that is used
+INTERFACE = """
+typedef struct { size_t size; void *extension; int major, minor; } Version;
+typedef struct { size_t size; Version version; } Metadata;
+typedef struct { size_t size; int kind; void *next; Metadata *metadata; } Extension;
+typedef struct { size_t size; void *extension; char *message; int code; } Error;
+typedef struct { size_t size; void *extension; Version version; void *internal; void *(*make_error)(Error *); } Api;
+typedef struct { size_t size; void *extension; int dtype; void *data; } Buffer;
+typedef struct { size_t size; void *extension; int64_t count; void *kinds; Buffer **each; } Buffers;
+typedef struct { int dtype; size_t count; int64_t *data; } Numbers;
+typedef struct { size_t size; void *extension; int64_t count; void *kinds, *names; Numbers **each; } Attributes;
+typedef struct {
+    size_t size; Extension *extension; Api *api; void *context; int stage;
+    Buffers arguments, results; Attributes attributes;
+} Frame;
+"""
 ASKS_VERSION, EXECUTE, INTERNAL_ERROR = 1, 3, 13
+LATER = 0.01  # seconds
 
 
-class _Version(ctypes.Structure):
-    _fields_ = (*START, ('major', ctypes.c_int), ('minor', ctypes.c_int))
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = (('struct_size', ctypes.c_size_t), ('version', _Version))
-
-
-class _Extension(ctypes.Structure):
-    _fields_ = (
-        ('struct_size', ctypes.c_size_t),
-        ('kind', ctypes.c_int),
-        ('next', ctypes.c_void_p),
-        ('metadata', ctypes.POINTER(_Metadata)),
-    )
-
-
-class _Error(ctypes.Structure):
-    _fields_ = (*START, ('message', ctypes.c_char_p), ('code', ctypes.c_int))
-
-
-class _Api(ctypes.Structure):
-    _fields_ = (
-        *START,
-        ('version', _Version),
-        ('internal', ctypes.c_void_p),
-        ('make_error', ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Error))),
-    )
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = (*START, ('dtype', ctypes.c_int), ('data', ctypes.c_void_p))
-
-
-class _Buffers(ctypes.Structure):
-    _fields_ = (
-        *START,
-        ('size', ctypes.c_int64),
-        ('types', ctypes.c_void_p),
-        ('each', ctypes.POINTER(ctypes.POINTER(_Buffer))),
-    )
-
-
-class _Numbers(ctypes.Structure):
-    _fields_ = (('dtype', ctypes.c_int), ('size', ctypes.c_size_t), ('data', ctypes.POINTER(ctypes.c_int64)))
-
-
-class _Attributes(ctypes.Structure):
-    _fields_ = (
-        *START,
-        ('size', ctypes.c_int64),
-        ('types', ctypes.c_void_p),
-        ('names', ctypes.c_void_p),
-        ('each', ctypes.POINTER(ctypes.POINTER(_Numbers))),
-    )
-
-
-class _Frame(ctypes.Structure):
-    _fields_ = (
-        ('struct_size', ctypes.c_size_t),
-        ('extension', ctypes.POINTER(_Extension)),
-        ('api', ctypes.POINTER(_Api)),
-        ('context', ctypes.c_void_p),
-        ('stage', ctypes.c_int),
-        ('arguments', _Buffers),
-        ('results', _Buffers),
-        ('attributes', _Attributes),
-    )
-
-
-def handler(run: Callable[[list[int], list[int]], None]) -> Any:
-    """What XLA calls, for `jax.ffi.pycapsule`; to be kept as long as programs may call it.
+def register(name: str, run: Callable[[tuple[int, ...], list[Any]], None]) -> None:
+    """Makes `run` what programs for CPUs call by this name.
 
     Args:
-      run: `(numbers, places)`, of the only attribute of the call, an array of int64, and the addresses of its arguments
-        and results, in this order. What it raises becomes an error of the program.
+      name: for `jax.ffi.ffi_call`.
+      run: `(numbers, places)`, of the only attribute of a call, an array of int64, and pointers to its arguments and
+        results, in this order. What it raises becomes an error of the program; it may be called once more for the same
+        call, after an interruption from the keyboard, which reaches the main thread when its program has ended.
+
+    Raises:
+      MemoryError: where the system forbids functions that are made at run time.
     """
+    address = ctypes.c_void_p(int(cffi.FFI().cast('intptr_t', _handler(run))))
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform='cpu', api_version=1)
 
-    def called(at: Any) -> int | None:
-        frame = at.contents
-        if frame.extension and frame.extension.contents.kind == ASKS_VERSION:
-            version = frame.extension.contents.metadata.contents.version
+
+@functools.cache  # programs may call it as long as the process lives
+def _handler(run: Callable[[tuple[int, ...], list[Any]], None]) -> Any:
+    ffi = cffi.FFI()
+    ffi.cdef(INTERFACE)
+
+    def answer(frame: Any) -> Any:
+        if frame.extension != ffi.NULL and frame.extension.kind == ASKS_VERSION:
+            version = frame.extension.metadata.version
             version.major, version.minor = 0, 3
-            return None
-        if frame.stage != EXECUTE:
-            return None
-        try:
-            numbers = frame.attributes.each[0].contents
-            buffers = [u.each[i].contents for u in (frame.arguments, frame.results) for i in range(u.size)]
-            run(numbers.data[: numbers.size], [buffer.data for buffer in buffers])
-        except Exception as error:  # nothing may leave a function that C calls
-            text = f'{type(error).__name__}: {error}'.encode()
-            told = _Error(struct_size=ctypes.sizeof(_Error), message=text, code=INTERNAL_ERROR)
-            return frame.api.contents.make_error(ctypes.byref(told))
-        return None
+        elif frame.stage == EXECUTE:
+            numbers = frame.attributes.each[0]
+            places = [u.each[i].data for u in (frame.arguments, frame.results) for i in range(u.count)]
+            run(tuple(numbers.data[0 : numbers.count]), places)
+        return ffi.NULL
 
-    return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))(called)
+    def failed(kind: type[BaseException], error: BaseException, trace: Any) -> Any:
+        frame = trace.tb_frame.f_locals['frame']
+        try:
+            if not isinstance(error, KeyboardInterrupt):
+                raise error
+            result = completed(answer, frame)
+            threading.Timer(LATER, _thread.interrupt_main).start()
+        except BaseException as error:
+            text = ffi.new('char[]', f'{type(error).__name__}: {error}'.encode())
+            return frame.api.make_error(
+                ffi.new('Error *', {'size': ffi.sizeof('Error'), 'message': text, 'code': INTERNAL_ERROR})
+            )
+        return result
+
+    return ffi.callback('void *(Frame *)', answer, onerror=failed)
+
+
+def completed(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of `function`, which interruptions from the keyboard only start anew."""
+    while True:
+        try:
+            return function(*args)
+        except KeyboardInterrupt:
+            continue

@@ -80,26 +80,27 @@ def _patches(x: Array, size: Sequence[int], strides: Strides, pads: Pads) -> Arr
     )
 
 
-def _run(x: Array, kernel: Array, strides: Strides, pads: Pads, precision: Any, library: bool) -> Array:
-    how = {'strides': strides, 'pads': pads, 'dilation': (1, 1), 'dtype': x.dtype, 'precision': precision}
-    by = functools.partial(onednn.either, onednn.call, onednn.portable) if library else onednn.portable
-
-    def run(x: Array, kernel: Array) -> Array:
-        return by(x, kernel, **how)
+def _shared(function: Callable[..., Array]) -> Callable[..., Array]:
+    """`function` of images and a kernel, whose lanes under `vmap` are one batch if they share it, else in turn."""
 
     @jax.custom_batching.custom_vmap
-    def shared(x: Array, kernel: Array) -> Array:
-        return run(x, kernel)
+    def called(x: Array, kernel: Array) -> Array:
+        return function(x, kernel)
 
-    @shared.def_vmap
+    @called.def_vmap
     def _(size: int, batched: Sequence[bool], x: Array, kernel: Array) -> tuple[Array, bool]:
-        if not batched[1]:  # shared weights: the clients' images are one batch
-            y = shared(x.reshape(-1, *x.shape[2:]), kernel)
+        if not batched[1]:
+            y = called(x.reshape(-1, *x.shape[2:]), kernel)
             return y.reshape(size, -1, *y.shape[1:]), True
-        lanes = jax.vmap(_one_by_one(run), in_axes=[0 if b else None for b in batched])
+        lanes = jax.vmap(_one_by_one(function), in_axes=[0 if b else None for b in batched])
         return lanes(x, kernel), True
 
-    return shared(x, kernel)
+    return called
+
+
+def _chosen(library: bool, by_library: Callable[..., Array], by_xla: Callable[..., Array], geometry: Geometry) -> Any:
+    by = functools.partial(onednn.either, by_library, by_xla) if library else by_xla
+    return functools.partial(by, geometry=geometry)
 
 
 def _stored(x: Array, geometry: Geometry) -> Array:
@@ -132,23 +133,46 @@ def _spare(geometry: Geometry) -> list[int]:
 def _looped(x: Array, kernel: Array, geometry: Geometry, library: bool) -> Array:
     if geometry.kernel[:2] == (1, 1):
         return product(x, kernel, geometry)
-    return _run(x, kernel, geometry.strides, geometry.pads, geometry.precision, library)
+    return _shared(_chosen(library, _by_library, _by_xla, geometry))(x, kernel)
+
+
+def _by_library(x: Array, kernel: Array, *, geometry: Geometry, devices: int) -> Array:
+    if libdnnl.available(x.dtype):
+        return libdnnl.convolution(x, kernel, strides=geometry.strides, pads=geometry.pads, devices=devices)
+    return _by_xla(x, kernel, geometry=geometry, run=onednn.call)
+
+
+def _by_xla(x: Array, kernel: Array, *, geometry: Geometry, run: Callable[..., Array] = onednn.portable) -> Array:
+    return run(x, kernel, geometry.strides, geometry.pads, (1, 1), x.dtype, geometry.precision)
 
 
 def _looped_input_gradient(g: Array, kernel: Array, geometry: Geometry, library: bool) -> Array:
-    """Each pixel collects from the windows that read it, so the kernel runs backwards over g."""
     if geometry.kernel[:2] == (1, 1):
         x = jax.ShapeDtypeStruct(geometry.image, g.dtype)
         return jax.linear_transpose(lambda x: product(x, kernel, geometry), x)(g)[0]
+    return _shared(_chosen(library, _read_by_library, _read_by_xla, geometry))(g, kernel)
+
+
+def _read_by_library(g: Array, kernel: Array, *, geometry: Geometry, devices: int) -> Array:
+    if libdnnl.available(g.dtype):
+        where: Any = {'sides': geometry.image[1:3], 'strides': geometry.strides, 'pads': geometry.pads}
+        return libdnnl.input_gradient(g, kernel, **where, devices=devices)
+    return _read_by_xla(g, kernel, geometry=geometry, run=onednn.call)
+
+
+def _read_by_xla(g: Array, kernel: Array, *, geometry: Geometry, run: Callable[..., Array] = onednn.portable) -> Array:
+    """Each pixel collects from the windows that read it, so the kernel runs backwards over g."""
+
+    def plain(x: Array, kernel: Array, pads: Pads) -> Array:
+        return _by_xla(x, kernel, geometry=geometry._replace(strides=(1, 1), pads=pads), run=run)
+
     if geometry.strides != (1, 1):
-        return strided_input_gradient(
-            g, kernel, geometry, lambda x, kernel, pads: _run(x, kernel, (1, 1), pads, geometry.precision, library)
-        )
-    spare, wide = _spare(geometry), g
+        return strided_input_gradient(g, kernel, geometry, plain)
+    spare = _spare(geometry)
     ends: Any = tuple((geometry.kernel[d] - 1 - geometry.pads[d][0], geometry.kernel[d] - 1 - spare[d]) for d in (0, 1))
     if min(map(min, ends)) < 0:
-        wide, ends = _padded(g, ends), NO_PADS
-    return _run(wide, kernel[::-1, ::-1].swapaxes(2, 3), (1, 1), ends, geometry.precision, library)
+        g, ends = _padded(g, ends), NO_PADS
+    return plain(g, kernel[::-1, ::-1].swapaxes(2, 3), ends)
 
 
 def strided_input_gradient(g: Array, kernel: Array, geometry: Geometry, run: Callable[..., Array]) -> Array:
@@ -190,47 +214,50 @@ def strided_input_gradient(g: Array, kernel: Array, geometry: Geometry, run: Cal
 
 
 def _looped_kernel_gradient(x: Array, g: Array, geometry: Geometry, library: bool) -> Array:
-    """The same window sum with images in the place of channels and g as the kernel."""
     if geometry.kernel[:2] == (1, 1):
         kernel = jax.ShapeDtypeStruct(geometry.kernel, x.dtype)
         return jax.linear_transpose(lambda kernel: product(x, kernel, geometry), kernel)(g)[0]
-    ends: Any = tuple((geometry.pads[d][0], spare) for d, spare in enumerate(_spare(geometry)))
-    if min(map(min, ends)) < 0:
-        x, ends = _padded(x, ends), NO_PADS
-    how = {'size': geometry.kernel[:2], 'strides': geometry.strides, 'pads': ends, 'precision': geometry.precision}
-    by = functools.partial(onednn.either, _sums_by_library, _sums_by_xla) if library else _sums_by_xla
-    return _one_by_one(functools.partial(by, **how))(x, g).astype(x.dtype)
+    return _one_by_one(_chosen(library, _sums_by_library, _sums_by_xla, geometry))(x, g).astype(x.dtype)
 
 
-def _sums_by_library(x: Array, g: Array, *, size: Strides, strides: Strides, pads: Pads, precision: Any) -> Array:
+def _sums_by_library(x: Array, g: Array, *, geometry: Geometry, devices: int) -> Array:
     """Sums [h, w, I, O] in float32 over all windows.
 
-    Without the library's own gradient it is a convolution in three dimensions, the last of which are channels: so every
+    With jaxlib's part of oneDNN it is a convolution in three dimensions, the last of which are channels: so every
     product that it consists of has all of them in its rows. A few images at a time fill the cache.
     """
     if libdnnl.available(x.dtype):
-        return libdnnl.kernel_gradient(x, g, size=size, strides=strides, pads=pads)
-    if x.shape[-1] < CHANNELS:
-        return _sums_by_xla(x, g, size=size, strides=strides, pads=pads, precision=precision)
+        where: Any = {'size': geometry.kernel[:2], 'strides': geometry.strides, 'pads': geometry.pads}
+        return libdnnl.kernel_gradient(x, g, **where, devices=devices)
+    if geometry.kernel[2] < CHANNELS:
+        return _sums_by_xla(x, g, geometry=geometry)
+    x, ends = _ends(x, geometry)
     dk, some = jnp.zeros((), jnp.float32), max(FLOATS // x[0].size, -(-len(x) // PIECES))
     for at in range(0, len(x), some):
         images, windows = x[at : at + some].transpose(1, 2, 3, 0), g[at : at + some].transpose(1, 2, 0, 3)
-        dk += onednn.call(
-            images[None], windows[:, :, None], (1, 1, 1), (*pads, (0, 0)), (*strides, 1), jnp.dtype(jnp.float32)
-        )[0]
+        volumes = images[None], windows[:, :, None]
+        dk += onednn.call(*volumes, (1, 1, 1), (*ends, (0, 0)), (*geometry.strides, 1), jnp.dtype(jnp.float32))[0]
     return dk
 
 
-def _sums_by_xla(x: Array, g: Array, *, size: Strides, strides: Strides, pads: Pads, precision: Any) -> Array:
-    """The same with channels in the place of the batch, a few images at a time.
+def _sums_by_xla(x: Array, g: Array, *, geometry: Geometry) -> Array:
+    """The window sum with images in the place of channels and g as the kernel, and channels in the place of the batch.
 
-    In a transposed copy of many the neighbours lie too far apart for the cache.
+    A few images at a time: in a transposed copy of many the neighbours lie too far apart for the cache.
     """
+    x, ends = _ends(x, geometry)
     dk, some = jnp.zeros((), jnp.float32), max(IMAGES, -(-len(x) // PIECES))
     for at in range(0, len(x), some):
         images, windows = x[at : at + some].transpose(3, 1, 2, 0), g[at : at + some].transpose(1, 2, 0, 3)
-        dk += onednn.portable(images, windows, (1, 1), pads, strides, jnp.dtype(jnp.float32), precision)
+        dtype = jnp.dtype(jnp.float32)
+        dk += onednn.portable(images, windows, (1, 1), ends, geometry.strides, dtype, geometry.precision)
     return dk.transpose(1, 2, 0, 3)
+
+
+def _ends(x: Array, geometry: Geometry) -> tuple[Array, Pads]:
+    """Images, and the padding up to the last pixel that a window reads."""
+    ends: Any = tuple((geometry.pads[d][0], spare) for d, spare in enumerate(_spare(geometry)))
+    return (_padded(x, ends), NO_PADS) if min(map(min, ends)) < 0 else (x, ends)
 
 
 def _one_by_one(function: Callable[..., Array]) -> Callable[..., Array]:

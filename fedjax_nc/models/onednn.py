@@ -9,6 +9,7 @@ other machines, XLA computes the same.
 import functools
 import json
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,12 @@ def portable(
 
 
 def either(library: Callable[..., Array], otherwise: Callable[..., Array], *arrays: Array, **how: Any) -> Array:
-    """`library(*arrays, **how)` where a program is compiled for this machine's CPU and oneDNN can be used.
+    """`library(*arrays, devices=n, **how)` where a program is compiled for this machine's CPU and oneDNN can be used.
 
     Else `otherwise(*arrays, **how)`. That is decided when a program is lowered: what `jax.export` writes has to run
-    anywhere. Both are functions of a module and give the same shape; `how` is hashable. The first array's type decides
-    whether oneDNN can be used. Neither `vmap` nor gradients are defined.
+    anywhere. Both are functions of a module and give the same shape; `how` is hashable, n the number of devices that
+    share the program. The first array's type decides whether oneDNN can be used. Neither `vmap` nor gradients are
+    defined.
     """
     return either_p.bind(*arrays, library=library, otherwise=otherwise, how=tuple(how.items()))
 
@@ -140,7 +142,10 @@ def agrees(both: Callable[[Any], list[tuple[Array, Array]]], arrays: Any) -> boo
     """Whether the pairs that `both(arrays)` makes on this CPU are equal; not, if it cannot be compiled."""
     try:  # compiled ahead of its call, because the first caller may be tracing
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
-        results = jax.jit(both, in_shardings=cpu, out_shardings=cpu).lower(arrays).compile()(arrays)
+        lowered = jax.jit(both, in_shardings=cpu, out_shardings=cpu).lower(arrays)
+        with warnings.catch_warnings():  # jaxlib's own operation cannot be written to the persistent cache
+            warnings.filterwarnings('ignore', message='Error writing persistent compilation cache')
+            results = lowered.compile()(arrays)
     except RuntimeError:  # as well if jax has no CPU here
         return False
     return all(np.array_equal(ours, theirs) for ours, theirs in results)  # small whole numbers: every sum is exact
@@ -149,7 +154,12 @@ def agrees(both: Callable[[Any], list[tuple[Array, Array]]], arrays: Any) -> boo
 def _lowered(context: Any, *arrays: Any, library: Any, otherwise: Any, how: Any) -> Any:
     exported = context.module_context.lowering_parameters.for_export
     here = not exported and available(context.avals_in[0].dtype)
-    chosen = functools.partial(library if here else otherwise, **dict(how))
+    if here:
+        axes = context.module_context.axis_context
+        devices = axes.mesh.size if hasattr(axes, 'mesh') else axes.num_devices  # inside and outside of shard_map
+        chosen = functools.partial(library, devices=devices, **dict(how))
+    else:
+        chosen = functools.partial(otherwise, **dict(how))
     return mlir.lower_fun(chosen, multiple_results=False)(context, *arrays)
 
 
