@@ -122,35 +122,31 @@ def test_an_error_in_a_call_is_one_of_the_program(monkeypatch):
 
 
 INTERRUPTED = """
-import _thread, threading, time
+import _thread, threading
 import jax, numpy as np
-from fedjax_nc.models import conv_onednn, convolution, libdnnl
-x, k = (np.float32(np.random.default_rng(0).normal(size=shape)) for shape in ((64, 32, 32, 16), (3, 3, 16, 16)))
-asked, planned, times = [], libdnnl._planned, 6
-def spied(numbers):
-    asked.append(threading.current_thread())
-    return planned(numbers)
-libdnnl._planned = spied
+from fedjax_nc.models import conv_onednn, convolution
+x, k = (jax.random.normal(jax.random.key(0), shape) for shape in ((64, 32, 32, 16), (3, 3, 16, 16)))
+k /= 12
+jax.block_until_ready((x, k))
 def several(x, k):
-    for _ in range(8): x = conv_onednn(x, k, (1, 1), 'SAME', dimension_numbers=convolution.LAYOUT) / 12
-    return x
+    for _ in range(8): x = conv_onednn(x, k, (1, 1), 'SAME', dimension_numbers=convolution.LAYOUT)
+    return x  # nothing else: programs of little work are run by the thread that asks for them
 program = jax.jit(several).lower(x, k).compile()
-want, results, caught = np.asarray(program(x, k)), [], 0
-assert threading.main_thread() in asked  # where interruptions arrive
-for i in range(times):
-    threading.Timer(0.02 + 0.003 * i, _thread.interrupt_main).start()
+want, results, told = np.asarray(program(x, k)), [], []
+for i in range(6):
+    threading.Timer(0.05 + 0.003 * i, _thread.interrupt_main).start()
     try:
-        for _ in range(1000): results.append(program(x, k))
-    except KeyboardInterrupt:
-        caught += 1
+        for _ in range(1000): results.append(np.asarray(program(x, k)))
+    except (KeyboardInterrupt, jax.errors.JaxRuntimeError, ValueError) as error:
+        told.append(f'{type(error).__name__}: {error}')
     assert all(np.array_equal(result, want) for result in results)
     results.clear()
-assert caught == times, caught
-time.sleep(1)  # and no more of them come
+assert len(told) == 6 and all('KeyboardInterrupt' in text for text in told), told
+assert any('INTERNAL: KeyboardInterrupt' in text for text in told), told  # it came into a call
 """
 
 
-def test_an_interruption_waits_for_the_end_of_a_program():
+def test_no_interruption_is_lost_or_leaves_a_wrong_result():
     done = subprocess.run([sys.executable, '-c', INTERRUPTED], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, '')
 

@@ -4,10 +4,8 @@ That is for libraries in C whose work takes long beside the tens of microseconds
 is let go while the library works.
 """
 
-import _thread
 import ctypes
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +29,6 @@ typedef struct {
 } Frame;
 """
 ASKS_VERSION, EXECUTE, INTERNAL_ERROR = 1, 3, 13
-LATER = 0.01  # seconds
 
 
 def register(name: str, run: Callable[[tuple[int, ...], list[Any]], None]) -> None:
@@ -40,8 +37,8 @@ def register(name: str, run: Callable[[tuple[int, ...], list[Any]], None]) -> No
     Args:
       name: for `jax.ffi.ffi_call`.
       run: `(numbers, places)`, of the only attribute of a call, an array of int64, and pointers to its arguments and
-        results, in this order. What it raises becomes an error of the program; it may be called once more for the same
-        call, after an interruption from the keyboard, which reaches the main thread when its program has ended.
+        results, in this order. What it raises becomes an error of the program. So does an interruption from the
+        keyboard, if it arrives meanwhile in a program of little more than such calls, which the main thread runs itself.
 
     Raises:
       MemoryError: where the system forbids functions that are made at run time.
@@ -66,26 +63,8 @@ def _handler(run: Callable[[tuple[int, ...], list[Any]], None]) -> Any:
         return ffi.NULL
 
     def failed(kind: type[BaseException], error: BaseException, trace: Any) -> Any:
-        frame = trace.tb_frame.f_locals['frame']
-        try:
-            if not isinstance(error, KeyboardInterrupt):
-                raise error
-            result = completed(answer, frame)
-            threading.Timer(LATER, _thread.interrupt_main).start()
-        except BaseException as error:
-            text = ffi.new('char[]', f'{type(error).__name__}: {error}'.encode())
-            return frame.api.make_error(
-                ffi.new('Error *', {'size': ffi.sizeof('Error'), 'message': text, 'code': INTERNAL_ERROR})
-            )
-        return result
+        text = ffi.new('char[]', f'{kind.__name__}: {error}'.encode())
+        told = ffi.new('Error *', {'size': ffi.sizeof('Error'), 'message': text, 'code': INTERNAL_ERROR})
+        return trace.tb_frame.f_locals['frame'].api.make_error(told)
 
     return ffi.callback('void *(Frame *)', answer, onerror=failed)
-
-
-def completed(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of `function`, which interruptions from the keyboard only start anew."""
-    while True:
-        try:
-            return function(*args)
-        except KeyboardInterrupt:
-            continue
