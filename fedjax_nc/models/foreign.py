@@ -38,7 +38,7 @@ def register(name: str, run: Callable[[tuple[int, ...], list[Any]], None]) -> No
       name: for `jax.ffi.ffi_call`.
       run: `(numbers, places)`, of the only attribute of a call, an array of int64, and pointers to its arguments and
         results, in this order. What it raises becomes an error of the program. So does an interruption from the
-        keyboard, if it arrives meanwhile in a program of little more than such calls, which the main thread runs itself.
+        keyboard that arrives meanwhile, in a program of little more than such calls, which the main thread runs itself.
 
     Raises:
       MemoryError: where the system forbids functions that are made at run time.
