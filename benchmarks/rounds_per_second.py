@@ -29,6 +29,7 @@ from workloads import CONVS, MODELS, SGD, WORKLOADS, Workload, algorithm, load, 
 import fedjax_nc
 from fedjax_nc import devices, population, simulate, tuning
 from fedjax_nc.base import FederatedData
+from fedjax_nc.models import libdnnl
 
 
 class Parser(argparse.ArgumentParser):
@@ -207,9 +208,11 @@ def python_of(peer: str, args: argparse.Namespace) -> str:
 
 
 def versions(args: argparse.Namespace) -> dict[str, str]:
-    """Those of ours, and on a GPU whether float32 may be TF32 there."""
+    """Those of ours, with oneDNN's on a CPU if its own gradients are taken; on a GPU whether float32 may be TF32."""
     known = {'fedjax_nc': fedjax_nc.__version__, 'jax': jax.__version__, 'python': platform.python_version()}
-    return known | ({'tf32': args.tf32} if jax.default_backend() == 'gpu' else {})
+    if jax.default_backend() == 'gpu':
+        return known | {'tf32': args.tf32}
+    return known | ({'oneDNN': found} if (found := libdnnl.version()) else {})
 
 
 def tuned(args: argparse.Namespace, work: Workload, clients: FederatedData) -> tuning.Choice:

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 import fedjax_nc
 from fedjax_nc import _checkpoints, _fingerprint, checks, models, simulate
 from fedjax_nc.base import Algorithm, FederatedData, State
+from fedjax_nc.models import libdnnl
 from fedjax_nc.models.convolution import ConvFn
 
 FORMS: dict[str, ConvFn] = {
@@ -293,6 +294,7 @@ def _key_of(algorithm: Algorithm, data: FederatedData, choices: tuple[Choice, ..
     sizes = np.sort(np.asarray(data.size)).tolist()
     about = (
         device.platform, device.device_kind, jax.__version__, jaxlib.__version__, fedjax_nc.__version__,
+        libdnnl.version(),
         _fingerprint.of_algorithm(algorithm), [(u.shape, str(u.dtype)) for u in jax.tree.leaves((state, data))],
         sizes, cohort, choices,
     )  # fmt: skip

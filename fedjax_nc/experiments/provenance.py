@@ -13,17 +13,19 @@ from typing import Any
 import jax
 
 import fedjax_nc
+from fedjax_nc.models import libdnnl
 
 PACKAGES = ('fedjax_nc', 'jax', 'jaxlib', 'flax', 'optax', 'numpy')
 
 
 def about() -> dict[str, Any]:
     """Date, device, versions, the library's commit if it runs from a checkout, and peak memory, for an appendix."""
-    known = commit()
+    known, onednn = commit(), version(libdnnl.PACKAGE)
     return {
         'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
         'device': device(),
-        'versions': {'python': platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        'versions': {'python': platform.python_version(), **{name: version(name) for name in PACKAGES}}
+        | ({libdnnl.PACKAGE: onednn} if onednn != 'unknown' else {}),
         **({'commit': known} if known else {}),
         **peak_memory(),
     }

@@ -94,9 +94,10 @@ def conv_sequential(lhs: Array, rhs: Array, window_strides: Sequence[int], paddi
 def conv_onednn(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, **options: Any) -> Array:
     """`conv_sequential` computed by oneDNN, the fastest form on x86 CPUs; the same as it where oneDNN cannot be used.
 
-    Programs that contain it cannot be written to jax's persistent compilation cache (jaxlib 0.10.2 and 0.12.0 warn and
-    go on without): take `conv_sequential` where starting fast matters more than running fast. Arguments, result and
-    errors (ValueError) are those of `conv_patches`.
+    In float32 with the extra `onednn`, oneDNN's own gradients are taken, too, which differ from XLA's in the order of
+    sums. Without it, programs cannot be written to jax's persistent compilation cache (jaxlib 0.10.2 and 0.12.0 warn
+    and go on without): take `conv_sequential` where starting fast matters more than running fast. Arguments, result
+    and errors (ValueError) are those of `conv_patches`.
     """
     return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), ONEDNN)
 

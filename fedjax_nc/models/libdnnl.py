@@ -30,6 +30,14 @@ FROM, TO, X, Y, KERNEL, SCRATCHPAD, DX, DY, DKERNEL = 1, 17, 1, 17, 33, 80, 129,
 FORWARD, INPUT_GRADIENT, KERNEL_GRADIENT = range(3)
 
 
+def version() -> str | None:
+    """That of oneDNN, if programs for this machine's CPU may call it."""
+    if not _usable():
+        return None
+    told = _library().dnnl_version()
+    return f'{told.major}.{told.minor}.{told.patch}'
+
+
 def available(dtype: jnp.dtype) -> bool:
     """Whether the functions below can be lowered for images of this type, in programs for this machine's CPU."""
     return dtype == jnp.float32 and _usable()
