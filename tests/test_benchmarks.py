@@ -403,3 +403,25 @@ def test_jpeg_once_more_changes_what_varies_and_keeps_places(bench):
     assert found.shape == noise.shape
     assert found.dtype == noise.dtype
     assert compress_again.changed(noise, found) > 30
+
+
+def test_forms_of_convolution_are_told_apart_and_right(bench, monkeypatch, capsys):
+    convolutions, called = importlib.import_module('convolutions'), []
+    own = convolutions.libdnnl.available
+
+    def spied(program, *arrays, calls):
+        called.append(
+            [name for name in ('fedjax_nc_convolution', 'onednn$') if name in program.lower(*arrays).as_text()]
+        )
+        return 1.0
+
+    monkeypatch.setattr(convolutions, 'LAYERS', ((9, 16, 8, 3),))
+    monkeypatch.setattr(convolutions, 'milliseconds', spied)
+    convolutions.main(['--batch', '2'])
+    rows = [line.split(' | ') for line in capsys.readouterr().out.splitlines() if line.startswith('| 9, 16 to 8, 3')]
+    assert [row[1] for row in rows] == list(convolutions.forms())
+    assert all(0 < float(row[-1].strip(' |')) < 1e-6 for row in rows)
+    assert called[:3] == [[]] * 3
+    if convolutions.libdnnl.version():
+        assert called[3:] == [['onednn$']] * 3 + [['fedjax_nc_convolution']] * 3
+    assert convolutions.libdnnl.available is own
