@@ -342,7 +342,9 @@ def test_a_lying_count_moves_the_loss_that_is_shown_and_no_model(data, tmp_path)
     for lie in (24, 2**31 - 1):
         told_ = [info(9.0 if k == BAD else 1.0, lie if k == BAD else 24) for k in range(4)]
         replies = _server.stacked([_server.Reply(m, i) for m, i in zip(messages, told_, strict=True)], kinds)
-        after, report = step(jax.random.key(3), server, blank, np.arange(4, dtype=np.int32), replies)
+        key = jax.random.key(3)
+        own = _server.own_key(key, secret=False)
+        after, report = step(key, own, server, blank, np.arange(4, dtype=np.int32), replies)
         assert bool(report.finite)
         losses.append(float(report.loss))
         servers.append(after)
