@@ -4,6 +4,7 @@ import concurrent.futures
 import functools
 import importlib.metadata
 import os
+import platform
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,15 +18,16 @@ from test_layers import GEOMETRIES, assert_close, normal, run, value_and_gradien
 from fedjax_nc.models import conv_by_platform, conv_native, conv_onednn, foreign, libdnnl, looped, onednn
 
 FLOAT = jnp.dtype('float32')
-pytestmark = pytest.mark.skipif(not libdnnl.available(FLOAT), reason='oneDNN cannot be called here')
+HERE = (platform.system(), platform.machine()) == ('Linux', 'x86_64') and onednn.available(FLOAT)
+pytestmark = pytest.mark.skipif(not HERE, reason='oneDNN cannot be called on this system, or with this jaxlib')
 
 
 def gradient(conv, strides=(1, 1), padding='SAME'):
     return jax.jit(lambda x, k, g: jax.vjp(lambda k: run(conv, x, k, strides, padding), k)[1](g)[0])
 
 
-def test_it_is_installed_with_the_tests_where_there_is_one():
-    assert importlib.metadata.version(libdnnl.PACKAGE)
+def test_it_comes_with_the_tests_and_is_used():
+    assert libdnnl.version()
 
 
 @pytest.mark.parametrize(('inputs', 'outputs'), [(3, 4), (16, 8), (17, 24)])
