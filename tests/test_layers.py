@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_nc import models
 from fedjax_nc.models import convolution, layers, libdnnl, looped, onednn
 from fedjax_nc.models.convolution import (
     LAYOUT,
@@ -222,6 +223,36 @@ def test_a_relu_of_a_sum_is_a_relu():
         step = jax.jit(jax.grad(lambda x: jnp.sum(layers.relu_of_sum(x) ** 2)))
         text = step.trace(x).lower(lowering_platforms=(platform,)).as_text()
         assert text.count('optimization_barrier') == barriers
+
+
+def test_what_is_stored_is_what_it_was():
+    x, g = jnp.asarray([-1.0, -0.0, 0.0, 2.0, 3e38, jnp.inf, -jnp.inf, jnp.nan]), jnp.arange(1.0, 9.0)
+    for one in (lambda f: f, jax.vmap):
+        got, back = jax.vjp(one(layers.stored), x)
+        np.testing.assert_array_equal(got.view(jnp.int32), x.view(jnp.int32))
+        np.testing.assert_array_equal(back(g)[0], g)
+    for platform, divisions in (('cpu', 1), ('cuda', 0), ('tpu', 0)):
+        text = jax.jit(layers.stored).trace(x).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count('stablehlo.divide') == divisions
+
+
+def test_a_cpu_makes_no_sum_of_residuals_again_and_writes_no_mean_as_large_as_images():
+    """Each of the compiled operations reads three arrays of images at most, and one at least if it writes one."""
+    net, x = models.ResNet(widths=(16,), blocks=(4,), norm='batch'), normal(0, 4, 8, 8, 3)
+    variables = jax.eval_shape(net.init, jax.random.key(0), x)
+
+    def loss(params, stats):
+        y, stats = net.apply({'params': params, 'batch_stats': stats}, x, train=True, mutable=['batch_stats'])
+        return jnp.sum(jnp.sin(y)), stats
+
+    step = jax.jit(jax.grad(loss, has_aux=True), compiler_options=convolution.compiler_options())
+    text = step.lower(variables['params'], variables['batch_stats']).compile().as_text()
+    main = text[text.index('\nENTRY') :]
+    images = {name for name, shape in re.findall(r'(%\S+) = (\S+?)\{', main) if shape == 'f32[4,8,8,16]'}
+    fusions = re.findall(r'(%\S+) = \S+ fusion\((.*?)\), kind', main)
+    reads = {name: len(images & set(re.findall(r'%[\w.-]+', operands))) for name, operands in fusions}
+    assert max(reads.values()) == 3
+    assert min(reads[name] for name in reads.keys() & images) == 1
 
 
 def test_compiler_options_are_those_of_the_default_backend(monkeypatch):

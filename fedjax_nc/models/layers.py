@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fedjax_nc.base import Array
+from fedjax_nc.models import looped
 from fedjax_nc.models.convolution import LAYOUT, ConvFn, conv_by_platform
 from fedjax_nc.models.convolution import compiler_options as compiler_options
 
@@ -75,6 +76,18 @@ def _by_windows(where: Array, g: Array, window: int) -> Array:
 max_pool.defvjp(_max_pool_forward, _max_pool_backward)
 
 
+@jax.custom_jvp
+def stored(x: Array) -> Array:
+    """`x`, of which the CPU's compiler keeps one array for all who use it, the forms of convolution for CPUs included.
+
+    Without, a sum of residuals is made again from the convolutions of all blocks before it, wherever it is read.
+    """
+    return lax.platform_dependent(x, cpu=looped.stored, default=lambda x: x)
+
+
+stored.defjvp(lambda x, dx: (stored(*x), *dx))
+
+
 @jax.custom_vjp
 def relu_of_sum(x: Array) -> Array:
     """`jax.nn.relu` of a sum of images, whose gradient looks at the result instead of at the sum.
@@ -87,9 +100,9 @@ def relu_of_sum(x: Array) -> Array:
 
 def _relu_of_sum_forward(x: Array) -> tuple[Array, Array]:
     y = jax.nn.relu(x)
-    # Without a barrier a GPU's compiler makes it again from the sum; others gain nothing by one.
+    # Without a barrier a GPU's compiler makes it again from the sum; a barrier does nothing on CPUs, and TPUs need none.
     y = lax.platform_dependent(y, cuda=lax.optimization_barrier, default=lambda y: y)
-    return y, y
+    return y, stored(y)
 
 
 relu_of_sum.defvjp(_relu_of_sum_forward, lambda y, g: (jnp.where(y > 0, g, 0),))
@@ -227,7 +240,9 @@ def _normalise_backward(
     x, kept, scale, mean, inverse, n = residual
     g, axes = gradients[0], tuple(range(x.ndim - 1))
     values = x.astype(jnp.float32)
-    d_bias, d_scale = jnp.sum(g, axes), -jnp.sum(g * (mean - values), axes) * inverse
+    # Where the mean is spread over images in several places, the CPU's compiler writes it out as large as they are.
+    near = lax.platform_dependent(mean, cpu=lax.optimization_barrier, default=lambda mean: mean)
+    d_bias, d_scale = jnp.sum(g, axes), -jnp.sum(g * (near - values), axes) * inverse
     apart = values - mean
     through = (d_bias + apart * (inverse * d_scale)) / jnp.maximum(
         n, 1

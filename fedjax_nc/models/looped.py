@@ -103,13 +103,17 @@ def _chosen(library: bool, by_library: Callable[..., Array], by_xla: Callable[..
     return functools.partial(by, geometry=geometry)
 
 
-def _stored(x: Array, geometry: Geometry) -> Array:
+def stored(x: Array) -> Array:
     """`x`, kept by XLA's CPU backend as an array instead of being computed again by each of its users.
 
     Those users read it transposed, so that a fused chain of activation, norm and pooling costs as much as the
     convolution. XLA repeats cheap operations but never divisions, and does not see that this divisor is 1.
     """
-    return x if geometry.kernel[:2] == (1, 1) else x / jnp.sign(jnp.abs(x) + 1)
+    return x / jnp.sign(jnp.abs(x) + 1)
+
+
+def _kept(x: Array, geometry: Geometry) -> Array:
+    return x if geometry.kernel[:2] == (1, 1) else stored(x)
 
 
 def _padded(x: Array, pads: Sequence[tuple[int, int]]) -> Array:
@@ -281,5 +285,5 @@ def in_loops(library: bool) -> Form:
         functools.partial(_looped, library=library),
         functools.partial(_looped_input_gradient, library=library),
         functools.partial(_looped_kernel_gradient, library=library),
-        _stored,
+        _kept,
     )

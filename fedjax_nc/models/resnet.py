@@ -88,6 +88,7 @@ class ResNet(nn.Module):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
                 y = residual(x, width, stride)
+                x = layers.stored(x)
                 if y.shape != x.shape:
                     x = conv(x, y.shape[-1], 1, stride, norm=True)
                 x = layers.relu_of_sum(x + y)
