@@ -100,7 +100,7 @@ def relu_of_sum(x: Array) -> Array:
 
 def _relu_of_sum_forward(x: Array) -> tuple[Array, Array]:
     y = jax.nn.relu(x)
-    # Without a barrier a GPU's compiler makes it again from the sum; a barrier does nothing on CPUs, and TPUs need none.
+    # Without a barrier a GPU's compiler makes it again from the sum; on CPUs barriers do nothing, and TPUs need none.
     y = lax.platform_dependent(y, cuda=lax.optimization_barrier, default=lambda y: y)
     return y, stored(y)
 
