@@ -244,9 +244,8 @@ def _normalise_backward(
     near = lax.platform_dependent(mean, cpu=lax.optimization_barrier, default=lambda mean: mean)
     d_bias, d_scale = jnp.sum(g, axes), -jnp.sum(g * (near - values), axes) * inverse
     apart = values - mean
-    through = (d_bias + apart * (inverse * d_scale)) / jnp.maximum(
-        n, 1
-    )  # by way of the moments, which only kept rows enter
+    # What goes by way of the moments, which only kept rows enter.
+    through = (d_bias + apart * (inverse * d_scale)) / jnp.maximum(n, 1)
     dx = (g - jnp.where(kept, through, 0)) * (inverse * scale)
     return dx.astype(x.dtype), None, d_scale, d_bias, None
 
