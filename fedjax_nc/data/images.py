@@ -28,6 +28,8 @@ CIFAR10_CCVR = ((125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255
 """(mean, std) of CIFAR-10 as CCVR gives them."""
 CIFAR100_CCVR = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 """(mean, std) of CIFAR-100 as CCVR gives them."""
+CINIC10_CCVR = ((0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587))
+"""(mean, std) of CINIC-10, for CCVR."""
 CIFAR10_FEDNH = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 """(mean, std) of CIFAR-10 as FedNH gives them."""
 CIFAR100_FEDNH = ((0.507, 0.487, 0.441), (0.267, 0.256, 0.276))

@@ -20,7 +20,7 @@ from fedjax_nc.base import Array, State, Tree
 from fedjax_nc.experiments import provenance, recipes, traffic
 from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.scene import Scene, build, load
-from fedjax_nc.experiments.setting import KEPT, Setting
+from fedjax_nc.experiments.setting import DENSE, KEPT, Setting
 
 PAUSE = 10.0  # seconds between checkpoints, each of which takes about a tenth; rounds may take minutes
 FREE = ('rounds', 'eval_every')  # what may differ when a run is resumed
@@ -137,7 +137,7 @@ def chosen(setting: Setting, scene: Scene, out: Path, chunk: int | None, tune: b
     if not tune:
         return tuning.Choice(chunk=chunk)
     choices = tuning.candidates(
-        setting.cohort or setting.clients, convolutions=setting.model != 'mlp', batch_size=setting.batch_size,
+        setting.cohort or setting.clients, convolutions=setting.model not in DENSE, batch_size=setting.batch_size,
         sizes=scene[1].size,
     )  # fmt: skip
     if chunk is not None:

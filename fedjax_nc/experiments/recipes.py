@@ -297,10 +297,11 @@ def fedrod_recipe(s: Setup) -> Recipe:
     """FedROD with private linear heads on the clients' latest models.
 
     Under an ETF, of which there is nothing to copy, they start at zero. The option `personal='hyper'` is the network
-    that was published for CIFAR."""
-    personal = alg.fedrod.linear('generic' if s.learned else 'zeros')
-    kwargs = {'head': s.head, 'personal': personal, 'personal_opt': s.personal_opt, **s.common}
-    if kwargs['personal'] == 'hyper':
+    that was published for CIFAR, 'linear' the default."""
+    kwargs = {'head': s.head, 'personal': 'linear', 'personal_opt': s.personal_opt, **s.common}
+    if kwargs['personal'] == 'linear':
+        kwargs['personal'] = alg.fedrod.linear('generic' if s.learned else 'zeros')
+    elif kwargs['personal'] == 'hyper':
         kwargs['personal'] = alg.fedrod.hyper()
     return Recipe(alg.latest.keep(alg.fedrod.algorithm(s.model, s.client_opt, **kwargs)))
 

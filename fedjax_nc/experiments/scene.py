@@ -13,7 +13,7 @@ from fedjax_nc.base import FederatedData
 from fedjax_nc.data import hub, images
 from fedjax_nc.data.partition import Parts
 from fedjax_nc.experiments import recipes
-from fedjax_nc.experiments.setting import FEATURES, LOADERS, MODELS, NATURAL, PARTITIONS, PIXELS, Setting
+from fedjax_nc.experiments.setting import DENSE, FEATURES, LOADERS, MODELS, NATURAL, PARTITIONS, PIXELS, Setting
 
 ETF: dict[str, dict[str, Any]] = {
     'cnn': {'dim': 64, 'scale': 10.0}
@@ -110,7 +110,7 @@ def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None 
     norm = {'norm': setting.norm} if setting.model.startswith(('resnet', 'mobilenet')) else {}
     choice = choice or tuning.Choice()
     conv = choice.convolution()
-    form = {} if conv is None or setting.model == 'mlp' else {'conv': conv}
+    form = {} if conv is None or setting.model in DENSE else {'conv': conv}
     module = MODELS[setting.model](dtype=jnp.dtype(setting.precision), **norm, **form)
     augment = None
     if setting.crop or setting.flip or setting.pixels != 'half':

@@ -1,6 +1,7 @@
 """A run as plain data: everything that its results depend on, and nothing else."""
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -28,6 +29,7 @@ LOADERS: dict[str, Callable[..., data.Dataset]] = {
 """What loads a file or folder of a user's own, by the end of its name."""
 MODELS: dict[str, Callable[..., nn.Module]] = {
     'mlp': models.MLP,
+    'mlpnet': functools.partial(models.MLP, (1024, 1024, 128)),
     'cnn': models.CNN,
     'cnn_mcmahan': models.McMahanCNN,
     'conv2cifar': models.Conv2Cifar,
@@ -36,9 +38,12 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     'mobilenet': models.MobileNetV2,
     'resnet20': models.ResNet20,
     'resnet18': models.ResNet18,
+    'resnet18_fednh': functools.partial(models.ResNet18, norm_blocks=False),
     'resnet34': models.ResNet34,
     'resnet50': models.ResNet50,
 }
+DENSE = ('mlp', 'mlpnet')
+"""Models without a convolution."""
 PARTITIONS: dict[str, Callable[[np.ndarray, 'Setting'], Parts]] = {
     'dirichlet': lambda y, s: data.dirichlet(y, s.clients, s.alpha, seed=s.seed),
     'dirichlet_capped': lambda y, s: data.dirichlet_capped(y, s.clients, s.alpha, seed=s.seed),
@@ -67,6 +72,7 @@ PIXELS: dict[str, tuple[Any, Any]] = {
     'half': images.HALF,
     'cifar10_ccvr': images.CIFAR10_CCVR,
     'cifar100_ccvr': images.CIFAR100_CCVR,
+    'cinic10_ccvr': images.CINIC10_CCVR,
     'cifar10_fednh': images.CIFAR10_FEDNH,
     'cifar100_fednh': images.CIFAR100_FEDNH,
     'cifar10_fedloge': images.CIFAR10_FEDLOGE,
@@ -165,7 +171,8 @@ class Setting(Plain):
     tests: str = None  # type: ignore[assignment]
     test_share: float = 0.3  #: Of each client's examples, with 'split'.
     #: 'mlp', 'cnn', 'cnn_mcmahan', 'conv2cifar', 'moon_cnn', 'vgg11', 'mobilenet', 'resnet18', 'resnet20', 'resnet34'
-    #: or 'resnet50', networks of `models`. By default 'resnet20', and 'mlp' for digits and tables.
+    #: or 'resnet50', networks of `models`; 'mlpnet', the widths of GMV's Table 6, and 'resnet18_fednh', which has no
+    #: norms within blocks. By default 'resnet20', and 'mlp' for digits and tables.
     model: str = None  # type: ignore[assignment]
     norm: str = 'batch'  #: Or 'group'; of ResNets and MobileNet.
     precision: str = 'float32'  #: Or 'bfloat16'; of the model's computations.

@@ -22,6 +22,8 @@ A study is a TOML or JSON file. Published tables are such files, in `fedjax_nc/e
 
     [scenes."Dirichlet(0.1)"]       # a group of columns: what it changes; `unavailable = "why"` if it cannot be run
     alpha = 0.1
+    [scenes."Dirichlet(0.1)".methods.FedNH]   # what it changes of a single method
+    options = {rho = 0.95}
 
     [published.FedAvg]              # by scene: for each metric [mean, deviation] or a number, nan if there is none
     "Dirichlet(0.1)" = [[66.4, 3.1]]
@@ -57,7 +59,7 @@ KIND_OF: dict[str, Any] = {
     'title': str, 'source': str, 'about': str, 'notes': list, 'seeds': list | tuple, 'methods': Mapping | list,
     'scenes': Mapping | list, 'baseline': str, 'kind': str, 'minutes': int | float, 'setting': Mapping,
 }  # fmt: skip
-BESIDE = ('unavailable', 'metrics')  # what scenes and methods say that is no setting
+BESIDE = ('unavailable', 'metrics', 'methods')  # what scenes and methods say that is no setting
 ONLY = ''  # the scene of a study without any
 
 
@@ -152,10 +154,16 @@ class Study:
         for part, inner, not_here in (('scenes', scenes, 'metrics'), ('methods', methods, 'unavailable')):
             if wrong := [name for name, said in inner.items() if not_here in said]:
                 raise ValueError(f'{part}.{wrong[0]} cannot have {not_here!r}')
+        single = {name: tables_in(f'scenes.{name}.methods', said.get('methods', {})) for name, said in scenes.items()}
+        for name, said in single.items():
+            only(f'the methods of scene {name}', said, list(methods))
+        if wrong := [name for name, said in methods.items() if 'methods' in said]:
+            raise ValueError(f"methods.{wrong[0]} cannot have 'methods'")
         for said in (
             tables['setting'],
             *scenes.values(),
             *methods.values(),
+            *(of_method for of_scene in single.values() for of_method in of_scene.values()),
             *(s.get('setting', {}) for s in scales.values()),
         ):
             if 'seed' in said:
@@ -183,7 +191,8 @@ class Study:
         for seed in seeds:  # seed by seed, so that an unfinished study compares like with like
             for scene in columns:
                 for method in rows if scene not in unavailable else ():
-                    said = merged(tables['setting'], scenes[scene], methods[method], chosen.get('setting', {}))
+                    own_scene = single[scene].get(method, {})
+                    said = merged(tables['setting'], scenes[scene], methods[method], own_scene, chosen.get('setting', {}))
                     try:
                         runs.append(Run(method, shown[scene], seed, KINDS[kind].of({**said, 'seed': seed})))
                     except (ValueError, TypeError) as error:
