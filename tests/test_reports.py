@@ -249,6 +249,20 @@ class TestDiverged:
         assert list(line.get_xdata())[-1] == 10
 
 
+def test_what_is_not_reached_and_what_is_not_known_is_said(known, tmp_path):
+    runs = known.some(methods=['Base'], scenes=['one']).runs
+    for i, run in enumerate(runs):
+        content = summary(run, 0.4, 0.8)
+        if i == 0:  # of an older version
+            del content['bytes'], content['parameters']
+        write(tmp_path, run, content, [{'round': r, 'accuracy': 0.4} for r in range(1, 11)])
+    lines = (report.write(known, tmp_path) / 'report.md').read_text().splitlines()
+    base = [line for line in lines if line.startswith('| Base')]
+    assert '| not reached |' in base[0]
+    assert any(line.startswith('| Base (2 of 3 runs) |') for line in base)
+    assert all('not reached' not in line for line in lines if line.startswith('| A&B'))  # not run is another thing
+
+
 def test_a_mean_of_rounds_says_how_many_runs_got_there(known, tmp_path):
     """One of three that is quick and two that never arrive are not a quick method."""
     for run in known.runs:

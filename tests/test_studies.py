@@ -23,6 +23,7 @@ import pytest
 
 from fedjax_nc import _checkpoints, frames, training
 from fedjax_nc.experiments import Setting, geometry, pipeline, report, runner, scene, seeds, study
+from fedjax_nc.experiments import __main__ as shell
 from fedjax_nc.experiments.study import Study
 
 TINY = {'dataset': 'digits', 'clients': 4, 'rounds': 2, 'local_epochs': 1, 'max_examples': 300}
@@ -89,6 +90,17 @@ class TestStudy:
         assert (setting.lr, setting.momentum, setting.clip, setting.alpha) == (0.1, 0.2, 0.3, 0.4)
         assert setting.options == {'a': 1, 'b': 2, 'c': 3, 'd': 4}
         assert setting.seed == run.seed == 7
+
+    def test_a_scene_may_change_a_single_method(self):
+        own = {'FedProx': {'model': 'mlpnet', 'options': {'mu': 0.25}}}
+        said = plain(scenes={'even': {'partition': 'iid', 'methods': own}, 'skewed': {}}, published={}, scales={})
+        runs = {(run.method, run.scene): run.setting for run in Study.of(said, 'x').some(seeds=[0]).runs}
+        assert (runs['FedProx', 'even'].model, runs['FedProx', 'even'].options) == ('mlpnet', {'mu': 0.25})
+        assert runs['FedAvg', 'even'].model == runs['FedProx', 'skewed'].model == 'mlp'
+        assert runs['FedProx', 'skewed'].options != {'mu': 0.25}
+        for where, wrong in (('even', {'FedFoo': {}}), ('even', {'FedProx': {'seed': 1}})):
+            with pytest.raises(ValueError, match=r"the methods of scene even has no FedFoo|no 'seed'"):
+                Study.of(plain(scenes={where: {'methods': wrong}}, published={}, scales={}), 'x')
 
     def test_a_scale_may_call_a_scene_by_what_it_is_run_on(self):
         said = plain(scales={'small': {'scenes': {'even': 'digits (print: faces)'}, 'setting': {'max_examples': 200}}})
@@ -388,6 +400,24 @@ def test_a_run_that_another_process_has_in_hand_is_left_to_it(tmp_path):
         other.stdin.close()
     assert carried_out(known, tmp_path)[0] == []
     assert runner.summary(held, tmp_path)
+
+
+def test_a_run_that_cannot_be_is_left_out_by_name_and_others_go_on(tmp_path):
+    methods = {
+        'wrong': {'algorithm': 'fedprox', 'options': {'muu': 1}},
+        'nowhere': {'algorithm': 'fedavg', 'dataset': 'lost.npz'},
+        'FedAvg': {'algorithm': 'fedavg'},
+    }
+    content = plain(methods=methods, scenes={'': {}}, seeds=[0], published={}, scales={})
+    known = Study.of(content, 'mine')
+    left, told, _ = carried_out(known, tmp_path)
+    assert [run.method for run in left] == ['wrong', 'nowhere']
+    assert re.match(r"wrong, seed 0: left out: .*\{'muu': 1\}", told[1])
+    assert re.match(r'nowhere, seed 0: left out: .*lost\.npz is not there', told[2])
+    assert told[3].startswith('[1/3] FedAvg, seed 0: ')
+    with pytest.raises(SystemExit, match='2 of 3 runs are not done'):
+        shell.main(['run', str(put(tmp_path, content)), '--out', str(tmp_path)])
+    assert '| FedAvg |' in (tmp_path / 'mine' / 'report.md').read_text()
 
 
 def test_without_matplotlib_there_are_numbers_and_a_warning(tmp_path, monkeypatch):

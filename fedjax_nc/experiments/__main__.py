@@ -60,12 +60,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.task == 'run':
         left = runner.carry_out(chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one, tune=args.tune)
         for run in left:
-            print(f'{run.label}: not done, in the hands of another process unless a warning says why')
+            print(f'{run.label}: not done, in the hands of another process unless it was told why')
     if args.keep:
         runner.keep(chosen, args.out, args.keep)
     folder = report.write(chosen, args.keep or args.out, args.target)
     print((folder / 'report.md').read_text())
     print(f'written to {folder}')
+    if args.task == 'run' and left:
+        raise SystemExit(f'{PROG}: {len(left)} of {len(runner.distinct(chosen.runs))} runs are not done')
 
 
 def line(table: Study) -> str:

@@ -62,7 +62,8 @@ def write(study: Study, out: str | Path, target: float | None = None) -> Path:
     """
     found = gather(study, out)
     if not any(found.values()):
-        raise ValueError(f'no run of {study.name} is finished in {out}: carry it out first')
+        why = f': {"; ".join(study.unavailable.values())}' if study.unavailable and not study.runs else ''
+        raise ValueError(f'no run of {study.name} is finished in {out}{why or ": carry it out first"}')
     folder = Path(out) / (study.name if study.scale == 'full' else f'{study.name}-{study.scale}')
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -180,6 +181,8 @@ def cells(study: Study, found: Found, method: str, scene: str, plus: str = '±')
         ours, runs = cell(name, *mean(numbers.values())[:2], plus), found.get((method, scene), {})
         if not ours and any('diverged' in summary for summary in runs.values()):
             ours = 'diverged'
+        elif not ours and runs and name.startswith(runner.TO):
+            ours = 'not reached'
         elif ours and len(numbers) < len(runs):
             lost = sum('diverged' in summary for summary in runs.values())
             ours += f' ({len(numbers)} of {len(runs)}{f", {lost} diverged" if lost else ""})'
@@ -287,9 +290,11 @@ def cost_table(study: Study, found: Found, scene: str, target: float | None) -> 
         goal = float(np.mean(ends)) if ends else math.nan
     lines = []
     for method in study.methods:
-        runs = [summary for summary in sound(found.get((method, scene), {})) if {'bytes', 'parameters'} <= set(summary)]
+        done = sound(found.get((method, scene), {}))
+        runs = [summary for summary in done if {'bytes', 'parameters'} <= set(summary)]
         if not runs:
             continue
+        name = barred(method) + (f' ({len(runs)} of {len(done)} runs)' if len(runs) < len(done) else '')
         took = final = several = ''
         if not study.apart(method) and all('global_accuracy' in summary for summary in runs):
             final, several = (cell('accuracy', *mean(last(s)[i] for s in runs)[:2]) for i in (0, 1))
@@ -304,7 +309,7 @@ def cost_table(study: Study, found: Found, scene: str, target: float | None) -> 
         )
         minutes = np.mean([s['seconds']['total'] for s in runs]) / 60
         traffic = [f'{size(down)} / {size(up)}', size(whole)]
-        row = [barred(method), final, several, *([took] if math.isfinite(goal) else [])]
+        row = [name, final, several, *([took] if math.isfinite(goal) else [])]
         row += [f'{runs[0]["parameters"]["total"]:,}', *traffic, f'{minutes:.3g}']
         lines.append(f'| {" | ".join(row)} |')
     if not lines:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fedjax_nc import _checkpoints, _progress, training
+from fedjax_nc import _checkpoints, _progress, data, training
 from fedjax_nc.experiments import geometry, pipeline, seeds
 from fedjax_nc.experiments.geometry import Geometry
 from fedjax_nc.experiments.setting import Setting
@@ -51,15 +51,15 @@ def carry_out(
       show: whether lines and bars are shown.
 
     Returns:
-      The runs that are still missing: another process has them in hand, or their checkpoints cannot be used, of which
-      a warning tells.
+      The runs that are still missing, while others went on: another process has them in hand, or a line or warning has
+      told why they cannot be run.
 
     Raises:
-      ValueError: for a setting that cannot be run, or a data set that is damaged.
-      DatasetUnavailableError: for one that cannot be had.
+      ValueError: if no run is finished and the first of them cannot be run, or its data set is damaged.
+      DatasetUnavailableError: if its data set cannot be had.
     """
     left = [run for run in distinct(study.runs) if summary(run, out) is None]
-    told, missing = Teller(study, out, show), []
+    told, missing, trouble = Teller(study, out, show), list[Run](), None
     while left:
         group = alike(left[0], left, out) if together else left[:1]
         left = [run for run in left if run not in group]
@@ -78,8 +78,14 @@ def carry_out(
                 warnings.warn(f'{where(ours[0], out)}: {error}; this run is left out', stacklevel=2)
                 missing += ours
                 continue
+            except (ValueError, data.DatasetUnavailableError) as error:
+                told.left_out(ours[0], error)
+                missing, trouble = missing + ours, trouble or error
+                continue
             for run in ours:
                 told.done(run, found[run.setting.name], (time.perf_counter() - begun) / len(ours), left)
+    if trouble and not told.seconds:
+        raise trouble
     return missing
 
 
@@ -213,6 +219,11 @@ class Teller:
         if not missing or not math.isfinite(each):
             return ''
         return f', about {tqdm.format_interval(missing * each)} left'
+
+    def left_out(self, run: Run, error: Exception) -> None:
+        """One cannot be run."""
+        if self.show:
+            print(f'{run.label}: left out: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
 
     def done(self, run: Run, found: Mapping[str, Any], seconds: float, rest: list[Run]) -> None:
         """One more run is done."""

@@ -151,14 +151,19 @@ class Study:
             for part, kinds in KIND_OF.items():
                 if part in SCALE:
                     kind_of(part, said.get(part), kinds)
-        for part, inner, not_here in (('scenes', scenes, 'metrics'), ('methods', methods, 'unavailable')):
+            checks.number('minutes', said.get('minutes', 0.0))
+        for part, inner, not_here in (
+            ('scenes', scenes, 'metrics'),
+            ('methods', methods, 'unavailable'),
+            ('methods', methods, 'methods'),
+        ):
             if wrong := [name for name, said in inner.items() if not_here in said]:
                 raise ValueError(f'{part}.{wrong[0]} cannot have {not_here!r}')
-        single = {name: tables_in(f'scenes.{name}.methods', said.get('methods', {})) for name, said in scenes.items()}
-        for name, said in single.items():
-            only(f'the methods of scene {name}', said, list(methods))
-        if wrong := [name for name, said in methods.items() if 'methods' in said]:
-            raise ValueError(f"methods.{wrong[0]} cannot have 'methods'")
+        single = {
+            scene: tables_in(f'scenes.{scene}.methods', said.get('methods', {})) for scene, said in scenes.items()
+        }
+        for scene, of_methods in single.items():
+            only(f'the methods of scene {scene}', of_methods, list(methods))
         for said in (
             tables['setting'],
             *scenes.values(),
@@ -192,7 +197,9 @@ class Study:
             for scene in columns:
                 for method in rows if scene not in unavailable else ():
                     own_scene = single[scene].get(method, {})
-                    said = merged(tables['setting'], scenes[scene], methods[method], own_scene, chosen.get('setting', {}))
+                    said = merged(
+                        tables['setting'], scenes[scene], methods[method], own_scene, chosen.get('setting', {})
+                    )
                     try:
                         runs.append(Run(method, shown[scene], seed, KINDS[kind].of({**said, 'seed': seed})))
                     except (ValueError, TypeError) as error:
