@@ -3,12 +3,14 @@
 import math
 from importlib import resources
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fedjax_nc.data import sources
 from fedjax_nc.experiments import pipeline, study
-from fedjax_nc.experiments.setting import Setting
+from fedjax_nc.experiments.setting import MODELS, Setting
 
 NAN = math.nan
 TABLES = [
@@ -450,3 +452,23 @@ class TestWhatThePapersSayOfTheirNumbers:
             for scene, gain in zip(read.scenes, printed, strict=True):
                 assert mean(read, method, scene) - mean(read, 'FedAvg', scene) == pytest.approx(gain, abs=0.006)
                 assert mean('ccvr_2', 'FedAvg', scene) == mean(read, 'FedAvg', scene)
+
+
+def test_rows_of_tiny_imagenet_have_what_their_authors_gave_them():
+    for name in ('fednh_1', 'fednh_2'):
+        runs = {(run.method, run.scene): run.setting for run in study.Study.read(name).runs if run.seed == 0}
+        for scene in {scene for _, scene in runs}:
+            tiny = scene.startswith('Tiny')
+            fedrod, fednh = runs['FedROD', scene], runs['FedNH', scene]
+            assert fedrod.options['personal'] == ('linear' if tiny else 'hyper')
+            assert fednh.options.get('scale') == (20.0 if tiny else None)
+            assert fednh.model == ('resnet18_fednh' if tiny else 'conv2cifar')
+            assert fedrod.model == runs['FedAvg', scene].model == ('resnet18' if tiny else 'conv2cifar')
+
+
+@pytest.mark.parametrize(('name', 'side', 'size'), [('resnet18_fednh', 64, 11_161_152), ('mlpnet', 28, 1_984_640)])
+def test_networks_of_tables_have_their_printed_sizes(name, side, size):
+    norm = {'norm': 'group'} if name.startswith('resnet') else {}
+    x = jnp.zeros((1, side, side, 3 if side == 64 else 1))
+    params = jax.eval_shape(MODELS[name](**norm).init, jax.random.key(0), x)['params']
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == size
