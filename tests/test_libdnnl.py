@@ -234,7 +234,7 @@ def test_without_it_the_gradient_is_computed_otherwise(module, name, value, monk
 
 def forget():
     libdnnl._library.cache_clear()
-    libdnnl._usable.cache_clear()
+    libdnnl._found_usable.cache_clear()
     jax.clear_caches()  # lowering is remembered
 
 
@@ -246,3 +246,19 @@ def test_few_channels_are_left_to_xla_without_it(monkeypatch):
         text = gradient(conv_onednn).lower(x, k, g).as_text()
         assert text.count('onednn$') == calls
     assert onednn.available(FLOAT)
+
+
+def test_threads_may_trace_the_first_model_together():
+    """In a process of its own, which a function that was freed ends by a signal."""
+    program = (
+        'import concurrent.futures, jax, jax.numpy as jnp, numpy as np\n'
+        'from fedjax_nc import models\n'
+        'x = jnp.ones((4, 8, 8, 3))\n'
+        'kernel = jnp.ones((3, 3, 3, 8))\n'
+        "how = {'dimension_numbers': ('NHWC', 'HWIO', 'NHWC')}\n"
+        'def work(i):\n'
+        "    return np.asarray(jax.jit(lambda x: models.conv_onednn(x * i, kernel, (1, 1), 'SAME', **how))(x)).shape\n"
+        'with concurrent.futures.ThreadPoolExecutor(4) as pool:\n'
+        '    assert set(pool.map(work, range(4))) == {(4, 8, 8, 8)}\n'
+    )
+    subprocess.run([sys.executable, '-c', program], check=True, timeout=120)

@@ -98,8 +98,14 @@ class TestStudy:
         assert (runs['FedProx', 'even'].model, runs['FedProx', 'even'].options) == ('mlpnet', {'mu': 0.25})
         assert runs['FedAvg', 'even'].model == runs['FedProx', 'skewed'].model == 'mlp'
         assert runs['FedProx', 'skewed'].options != {'mu': 0.25}
-        for where, wrong in (('even', {'FedFoo': {}}), ('even', {'FedProx': {'seed': 1}})):
-            with pytest.raises(ValueError, match=r"the methods of scene even has no FedFoo|no 'seed'"):
+        for where, wrong in (
+            ('even', {'FedFoo': {}}),
+            ('even', {'FedProx': {'seed': 1}}),
+            ('even', {'FedProx': {'unavailable': 'lost'}}),
+        ):
+            with pytest.raises(
+                ValueError, match=r"the methods of scene even has no FedFoo|no 'seed'|cannot have 'unav"
+            ):
                 Study.of(plain(scenes={where: {'methods': wrong}}, published={}, scales={}), 'x')
 
     def test_a_scale_may_call_a_scene_by_what_it_is_run_on(self):

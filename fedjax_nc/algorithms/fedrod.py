@@ -209,7 +209,7 @@ def algorithm(
         logits = task.logits(v, z)
         return logits if client is None else logits + personal.logits(v.params['personal'], client.share, z)
 
-    return Algorithm(init, init_client, client, shared.aggregate, shared.server, predict)
+    return shared._replace(init=init, init_client=init_client, client=client, predict=predict)
 
 
 def _shares(counts: Array) -> Array:

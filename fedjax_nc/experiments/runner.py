@@ -79,7 +79,7 @@ def carry_out(
                 missing += ours
                 continue
             except (ValueError, data.DatasetUnavailableError) as error:
-                told.left_out(ours[0], error)
+                told.left_out(ours, error)
                 missing, trouble = missing + ours, trouble or error
                 continue
             for run in ours:
@@ -220,10 +220,14 @@ class Teller:
             return ''
         return f', about {tqdm.format_interval(missing * each)} left'
 
-    def left_out(self, run: Run, error: Exception) -> None:
-        """One cannot be run."""
-        if self.show:
-            print(f'{run.label}: left out: {" ".join(str(error).split())}', file=sys.stderr, flush=True)
+    def left_out(self, runs: Sequence[Run], error: Exception) -> None:
+        """Some cannot be run, all for one reason; a warning says so where lines are not shown."""
+        for run in runs:
+            line = f'{run.label}: left out: {" ".join(str(error).split())}'
+            if self.show:
+                print(line, file=sys.stderr, flush=True)
+            else:
+                warnings.warn(line, stacklevel=3)
 
     def done(self, run: Run, found: Mapping[str, Any], seconds: float, rest: list[Run]) -> None:
         """One more run is done."""

@@ -164,6 +164,9 @@ class Study:
         }
         for scene, of_methods in single.items():
             only(f'the methods of scene {scene}', of_methods, list(methods))
+            for method, said in of_methods.items():
+                if wrong := [name for name in BESIDE if name in said]:
+                    raise ValueError(f'scenes.{scene}.methods.{method} cannot have {wrong[0]!r}')
         for said in (
             tables['setting'],
             *scenes.values(),

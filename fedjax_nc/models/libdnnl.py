@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -257,8 +258,16 @@ def _run(numbers: tuple[int, ...], places: list[Any]) -> None:
         library.dnnl_stream_destroy(stream)
 
 
-@functools.cache
+_ONE = threading.RLock()  # XLA keeps the address of the first function registered, which a second thread would free
+
+
 def _usable() -> bool:
+    with _ONE:
+        return _found_usable()
+
+
+@functools.cache
+def _found_usable() -> bool:
     here = platform.system(), platform.machine()
     if here != ('Linux', 'x86_64') or not onednn.available(jnp.dtype('float32')) or _library() is None:
         return False

@@ -62,7 +62,7 @@ def product(x: Array, kernel: Array, geometry: Geometry) -> Array:
         precision=geometry.precision,
         preferred_element_type=_sum_type(flat),
     )
-    return y.reshape(*patches.shape[:3], -1).astype(patches.dtype)
+    return y.reshape(*patches.shape[:3], geometry.kernel[3]).astype(patches.dtype)
 
 
 def _patches(x: Array, size: Sequence[int], strides: Strides, pads: Pads) -> Array:

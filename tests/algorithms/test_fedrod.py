@@ -13,7 +13,7 @@ import pytest
 import softmax_by_hand as hand
 import toys
 
-from fedjax_nc import heads, losses, simulate
+from fedjax_nc import aggregators, heads, local, losses, models, privacy, simulate
 from fedjax_nc.algorithms import fedavg, fedrod, latest
 from fedjax_nc.objective import objective
 
@@ -180,3 +180,13 @@ def test_unknown_options_are_refused():
     ):
         with pytest.raises(ValueError, match=match):
             fedrod.algorithm(toys.tiny, toys.opt, **options)
+
+
+def test_noise_of_a_private_base_stays_secret():
+    def base(*args, **kwargs):
+        private = fedavg.algorithm(*args, **{**kwargs, 'aggregate': aggregators.uniform})
+        return privacy.private(private, clip=1.0, noise_multiplier=1.0, cohort=3)
+
+    model, opt, plan = models.from_flax(models.MLP((8,))), local.sgd(0.1), local.Plan(4, 1)
+    assert fedrod.algorithm(model, opt, plan=plan, base=base).secret
+    assert not fedrod.algorithm(model, opt, plan=plan).secret
