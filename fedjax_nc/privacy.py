@@ -56,7 +56,8 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     checks.number('clip', clip, open_low=True)
     checks.number('noise_multiplier', noise_multiplier)
     checks.whole('cohort', cohort)
-    clip, noise_multiplier = float(clip), float(noise_multiplier)  # NumPy's half precision would go on in all products
+    # NumPy's half precision would go on in all products; what is traced, as by `simulate.tuned`, stays so.
+    clip, noise_multiplier = (u if checks.traced(u) else float(u) for u in (clip, noise_multiplier))
 
     def init_client(key: Array, server: Tree) -> Tree:
         if jax.tree.leaves(server.variables.stats):
@@ -108,7 +109,7 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
         client=client,
         aggregate=aggregators.total,
         server=server,
-        secret=algorithm.secret or noise_multiplier > 0,
+        secret=algorithm.secret or checks.traced(noise_multiplier) or noise_multiplier > 0,
     )
 
 

@@ -455,3 +455,16 @@ def test_wrong_or_missing_onednn_is_noticed(monkeypatch):
     for broken in (refuse, lambda *arrays_and_how: jnp.zeros((2, 3, 7, 16))):
         monkeypatch.setattr(onednn, 'call', broken)
         assert not onednn._right(jnp.dtype('float32'))
+
+
+@pytest.mark.parametrize('conv', [conv_patches, conv_grouped, conv_sequential, conv_onednn, conv_by_platform])
+@pytest.mark.parametrize('size', [1, 3])
+def test_no_image_is_a_batch_too(conv, size):
+    x, kernel = jnp.zeros((0, 8, 8, 4)), jnp.ones((size, size, 4, 6))
+
+    def loss(x, kernel):
+        return jnp.sum(conv(x, kernel, (1, 1), 'SAME', dimension_numbers=convolution.LAYOUT))
+
+    dx, dk = jax.jit(jax.grad(loss, (0, 1)))(x, kernel)
+    assert dx.shape == x.shape
+    assert not np.asarray(dk).any()

@@ -69,6 +69,7 @@ def test_calls_may_overlap():
 
 
 def test_threads_are_shared_out_among_devices(monkeypatch):
+    assert libdnnl.available(FLOAT)  # which registers it
     x, g = normal(0, 8, 16, 16, 16), normal(1, 8, 16, 16, 16)
     how = {'size': (3, 3), 'strides': (1, 1), 'pads': ((1, 1), (1, 1))}
     threads, results = libdnnl._library().omp_get_max_threads(), []
@@ -262,3 +263,21 @@ def test_threads_may_trace_the_first_model_together():
         '    assert set(pool.map(work, range(4))) == {(4, 8, 8, 8)}\n'
     )
     subprocess.run([sys.executable, '-c', program], check=True, timeout=120)
+
+
+def test_a_program_that_runs_when_the_interpreter_ends_does_not_keep_it():
+    program = (
+        'import jax, jax.numpy as jnp\n'
+        'from fedjax_nc import models\n'
+        'x, kernel = jnp.ones((128, 32, 32, 16)), jnp.ones((3, 3, 16, 16))\n'
+        "how = {'dimension_numbers': ('NHWC', 'HWIO', 'NHWC')}\n"
+        'def many(x, kernel):\n'
+        '    def once(i, x):\n'
+        "        return models.conv_onednn(x, kernel, (1, 1), 'SAME', **how) / 144\n"
+        '    return jax.lax.fori_loop(0, 100, once, x)\n'
+        'y = jax.jit(many)(x, kernel)\n'
+        "raise ValueError('a fault of the user')\n"
+    )
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.endswith('ValueError: a fault of the user\n')

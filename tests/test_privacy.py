@@ -4,13 +4,26 @@ import math
 import pkgutil
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import aggregators, algorithms, frames, local, privacy, server_optimizers, simulate
+from fedjax_nc import (
+    aggregators,
+    algorithms,
+    frames,
+    heads,
+    local,
+    losses,
+    models,
+    privacy,
+    server_optimizers,
+    simulate,
+    testing,
+)  # fmt: skip
 from fedjax_nc.algorithms import (
     ccvr,
     creff,
@@ -386,3 +399,23 @@ def test_epsilon_refuses_what_is_out_of_range(argument, value):
         privacy.epsilon(**given)
     with pytest.raises(ValueError, match='poisson'):
         privacy.epsilon(1.0, 0.1, 10, 1e-5, sampling='shuffled')
+
+
+@pytest.mark.parametrize('name', ['clip', 'noise_multiplier'])
+def test_clip_and_noise_may_be_traced(name):
+    task = objective.objective(models.from_flax(models.MLP((8,))), heads.linear(), losses.cross_entropy)
+    plain = fedavg.algorithm(task, local.sgd(0.1), plan=local.Plan(8, 1), aggregate=aggregators.uniform)
+    clients, key = testing.clients(), jax.random.key(1)
+
+    def private(**changed):
+        return privacy.private(plain, **{'clip': 1.0, 'noise_multiplier': 0.5, 'cohort': 3, **changed})
+
+    def ended(step, *args):
+        return simulate.compiled(step)(key, simulate.init(private(), key, clients), clients, *args)[0].server
+
+    traced = ended(simulate.tuned(lambda value: simulate.make_round(private(**{name: value}), cohort=3)), 0.7)
+    chex.assert_trees_all_close(
+        traced.variables.params,
+        ended(simulate.make_round(private(**{name: 0.7}), cohort=3)).variables.params,
+        atol=1e-6,
+    )

@@ -100,7 +100,8 @@ def run(
             with clock.part('evaluation'):
                 return jax.block_until_ready(measure.general(state))
 
-        import_ahead()
+        if on_round is None:  # which may import what is then half there
+            import_ahead()
         with choice.products():
             done = training.run(
                 recipe.train, measure.k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort,

@@ -4,6 +4,8 @@ That is for libraries in C whose work takes long beside the tens of microseconds
 is let go while the library works.
 """
 
+import atexit
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -45,6 +47,14 @@ def register(name: str, run: Callable[[tuple[int, ...], list[Any]], None]) -> No
     """
     address = ctypes.c_void_p(int(cffi.FFI().cast('intptr_t', _handler(run))))
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform='cpu', api_version=1)
+    atexit.register(_wait)
+
+
+def _wait() -> None:
+    """Waits for programs whose results are still held: when the interpreter has ended they cannot call it any more."""
+    for array in jax.live_arrays('cpu'):
+        with contextlib.suppress(RuntimeError):  # one that was donated, or whose program failed
+            array.block_until_ready()
 
 
 @functools.cache  # programs may call it as long as the process lives

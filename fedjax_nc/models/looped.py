@@ -221,6 +221,8 @@ def _looped_kernel_gradient(x: Array, g: Array, geometry: Geometry, library: boo
     if geometry.kernel[:2] == (1, 1):
         kernel = jax.ShapeDtypeStruct(geometry.kernel, x.dtype)
         return jax.linear_transpose(lambda kernel: product(x, kernel, geometry), kernel)(g)[0]
+    if not geometry.image[0]:
+        return jnp.zeros(geometry.kernel, x.dtype)
     return _one_by_one(_chosen(library, _sums_by_library, _sums_by_xla, geometry))(x, g).astype(x.dtype)
 
 
