@@ -19,6 +19,7 @@ from fedjax_nc import (
     local,
     losses,
     models,
+    objective,
     privacy,
     server_optimizers,
     simulate,
