@@ -98,15 +98,16 @@ class TestStudy:
         assert (runs['FedProx', 'even'].model, runs['FedProx', 'even'].options) == ('mlpnet', {'mu': 0.25})
         assert runs['FedAvg', 'even'].model == runs['FedProx', 'skewed'].model == 'mlp'
         assert runs['FedProx', 'skewed'].options != {'mu': 0.25}
-        for where, wrong in (
-            ('even', {'FedFoo': {}}),
-            ('even', {'FedProx': {'seed': 1}}),
-            ('even', {'FedProx': {'unavailable': 'lost'}}),
+        for wrong, message in (
+            ({'FedFoo': {}}, 'the methods of scene even has no FedFoo'),
+            ({'FedProx': {'seed': 1}}, "no 'seed'"),
+            ({'FedProx': {'unavailable': 'lost'}}, "scenes.even.methods.FedProx cannot have 'unavailable'"),
         ):
-            with pytest.raises(
-                ValueError, match=r"the methods of scene even has no FedFoo|no 'seed'|cannot have 'unav"
-            ):
-                Study.of(plain(scenes={where: {'methods': wrong}}, published={}, scales={}), 'x')
+            with pytest.raises(ValueError, match=message):
+                Study.of(plain(scenes={'even': {'methods': wrong}}, published={}, scales={}), 'x')
+        own = {'FedAvg': {'algorithm': 'fedavg', 'methods': {}}}
+        with pytest.raises(ValueError, match=r"methods\.FedAvg cannot have 'methods'"):
+            Study.of(plain(methods=own, published={}, scales={}), 'x')
 
     def test_a_scale_may_call_a_scene_by_what_it_is_run_on(self):
         said = plain(scales={'small': {'scenes': {'even': 'digits (print: faces)'}, 'setting': {'max_examples': 200}}})
@@ -424,6 +425,8 @@ def test_a_run_that_cannot_be_is_left_out_by_name_and_others_go_on(tmp_path):
     with pytest.raises(SystemExit, match='2 of 3 runs are not done'):
         shell.main(['run', str(put(tmp_path, content)), '--out', str(tmp_path)])
     assert '| FedAvg |' in (tmp_path / 'mine' / 'report.md').read_text()
+    with pytest.warns(UserWarning, match=r'nowhere, seed 0: left out: .*lost\.npz'):
+        assert runner.carry_out(known.some(['nowhere', 'FedAvg']), tmp_path, show=False) == left[1:]
 
 
 def test_without_matplotlib_there_are_numbers_and_a_warning(tmp_path, monkeypatch):
