@@ -12,18 +12,18 @@ they came to pass, and counts are printed and written to `faults.json`.
 import argparse
 import json
 import random
+import runpy
 import signal
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / 'examples' / 'consortium'))
-from run import SITES, Consortium, difference, simulated
-
+EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parent.parent / 'examples' / 'consortium' / 'run.py'))
+SITES, Consortium = EXAMPLE['SITES'], EXAMPLE['Consortium']
 SLICE = 0.5  # seconds of a slowed site's turns of waiting and of working
 
 
-def torment(consortium: Consortium, rounds: int, sites: int, servers: int, seed: int) -> dict[str, float]:
+def torment(consortium: Any, rounds: int, sites: int, servers: int, seed: int) -> dict[str, float]:
     """Runs to the end; counts of what happened."""
     rng = random.Random(seed)
     faults = ['site'] * sites + ['server'] * servers
@@ -92,8 +92,8 @@ def main() -> None:
     args = parser.parse_args()
     with Consortium(args.out, rounds=args.rounds, half=False, secure=False) as consortium:
         counts = torment(consortium, args.rounds, args.sites, args.servers, args.seed)
-        deployed, alone, _ = simulated(consortium)
-        counts['difference'] = difference(deployed, alone)
+        deployed, alone, _ = EXAMPLE['simulated'](consortium)
+        counts['difference'] = EXAMPLE['difference'](deployed, alone)
     (args.out / 'faults.json').write_text(json.dumps(counts, indent=1) + '\n')
     print(json.dumps(counts, indent=1))
     if not counts['ended well'] or counts['rounds'] != args.rounds or counts['difference'] > 1e-6:

@@ -138,7 +138,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    sys.path.insert(0, str(PEERS))
     import authors_ours
 
     authors_ours.double_precision()

@@ -5,19 +5,19 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_nc import _fingerprint, checks, devices, footprint, population, simulate
-from fedjax_nc._checkpoints import Files, Row
+from fedjax_nc._checkpoints import Files, Row, agreed
 from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.data.host import HostData, feed, shapes
 
-OWN = ('round', 'loss', 'padded_work', 'broken', 'seconds')
-"""What every row says."""
+OWN = ('round', 'loss', 'padded_work', 'broken', 'seconds', 'compile_seconds')
+"""What rows say of themselves."""
 
 
 def parts(
@@ -38,17 +38,15 @@ def placed(mesh: Mesh, state: State, data: FederatedData) -> tuple[State, Federa
 
 
 class Rounds:
-    """Compiled rounds, several in a call: `(keys [R], state, data) -> (state, reports [R, ...], seconds a round)`.
+    """Compiled rounds, several in a call: `(keys [R], state, data) -> (state, reports [R, ...], times)`.
 
-    Attributes:
-      compile_seconds: what compiling has taken.
+    The times are seconds a round, and those of compiling before the call if there was any: entries of rows.
     """
 
     def __init__(
         self, algorithm: Algorithm, state: State, *, cohort: int | None, chunk: int | None, mesh: Mesh | None
     ) -> None:
         """Compiles nothing yet. Arguments are those of `simulate.make_round`, and a state of the kind that comes."""
-        self.compile_seconds = 0.0
         self._executables: dict[int, Any] = {}
         self._lazy = isinstance(state.clients, population.Store)
         if self._lazy:
@@ -67,16 +65,44 @@ class Rounds:
         """Whether a call of that many rounds runs at once."""
         return count in self._executables
 
-    def __call__(self, keys: Array, state: State, data: FederatedData) -> tuple[State, simulate.Report, float]:
-        begin = time.perf_counter()
+    def __call__(self, keys: Array, state: State, data: FederatedData) -> tuple[State, simulate.Report, Row]:
+        begin, compiling = time.perf_counter(), {}
         if not self.ready(len(keys)):
             made = self._rounds if self._lazy else self._rounds.lower(keys, state, data).compile()
             self._executables[len(keys)] = made
-            self.compile_seconds += time.perf_counter() - begin
+            compiling = {'compile_seconds': time.perf_counter() - begin}
             begin = time.perf_counter()
         state, report = self._executables[len(keys)](keys, state, data)
         report = jax.device_get(report._replace(info=()))
-        return state, report, (time.perf_counter() - begin) / len(keys)
+        return state, report, {'seconds': (time.perf_counter() - begin) / len(keys), **compiling}
+
+
+class Calendar(NamedTuple):
+    """After which rounds something is due."""
+
+    rounds: int
+    eval_every: int | None  #: None if nothing is evaluated
+    eval_last: int
+    save_every: int | None  #: None if nothing is saved
+    pause: float  #: seconds at least between two checkpoints
+    after_any: bool  #: whether with a pause any call may be followed by a checkpoint
+
+    def evaluated(self, round: int) -> bool:
+        """Whether the state after it is evaluated."""
+        if self.eval_every is None:
+            return False
+        return round % self.eval_every == 0 or round > self.rounds - self.eval_last
+
+    def stops(self, round: int) -> bool:
+        """Whether a call of several rounds ends with it."""
+        return self.evaluated(round) or (self.save_every is not None and round % self.save_every == 0)
+
+    def saved(self, round: int, since: float) -> bool:
+        """Whether there is a checkpoint after it, so many seconds after the one before."""
+        if self.save_every is None or round == self.rounds:
+            return self.save_every is not None
+        every = 1 if self.pause and self.after_any else self.save_every
+        return round % every == 0 and (not self.pause or agreed(since >= self.pause))
 
 
 def about(algorithm: Algorithm, data: FederatedData, cohort: int | None) -> dict[str, str]:
@@ -124,8 +150,8 @@ def check_memory(
     footprint.check(algorithm, state, data, cohort=cohort, chunk=chunk, limit=limit)
 
 
-def rows(report: simulate.Report, start: int, seconds: float, data: FederatedData) -> tuple[list[Row], str]:
-    """The rows of a call's rounds, of which the first is round `start + 1`.
+def rows(report: simulate.Report, start: int, times: Row, data: FederatedData) -> tuple[list[Row], str]:
+    """The rows of a call's rounds, of which the first is round `start + 1`; it alone tells what compiling took.
 
     Up to the first that left the server, or all clients, not finite; what is to be said of that one, or nothing.
     """
@@ -135,8 +161,10 @@ def rows(report: simulate.Report, start: int, seconds: float, data: FederatedDat
         if not (math.isfinite(loss) and finite):
             members = int((report.ids[i] < data.num_clients).sum())
             return good, diverged(start + i + 1, broken, members, data)
-        good.append({'round': start + i + 1, 'loss': float(loss), 'padded_work': float(padded), 'broken': len(broken),
-                     'seconds': seconds})  # fmt: skip
+        own = times if i == 0 else {'seconds': times['seconds']}
+        good.append(
+            {'round': start + i + 1, 'loss': float(loss), 'padded_work': float(padded), 'broken': len(broken), **own}
+        )
     return good, ''
 
 
@@ -187,6 +215,11 @@ def calls(first: int, rounds: int, at_most: int, due: Callable[[int], bool]) -> 
             stop += 1
         yield first, stop
         first = stop
+
+
+def compiled(history: list[Row]) -> float:
+    """Seconds of compiling, of all processes that had a part in the rounds."""
+    return float(sum(row.get('compile_seconds', 0.0) for row in history))
 
 
 def speed(history: list[Row]) -> float:

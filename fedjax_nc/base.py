@@ -143,6 +143,8 @@ class Info(NamedTuple):
     steps: Array  #: [] int32, optimizer steps taken
     examples: Array  #: [] int32, examples visited
     slots: Array  #: [] int32, batch rows computed for them, padding included
+    #: [n] int32, `slots` by loops over batches, in each of which clients side by side wait for each other; or ()
+    loops: Any = ()
 
 
 class Algorithm(NamedTuple):

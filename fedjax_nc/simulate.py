@@ -251,7 +251,8 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
             messages = tree.rows_where(weights > 0, messages, 0.0)  # nothing of nobody's, not even NaN
             with jax.named_scope('aggregate'):
                 total = algorithm.aggregate.partial(messages, weights, slots, count * len(all_slots) * lanes)
-            paid = lanes * jnp.max(info.slots).astype(jnp.float32)
+            loops = info.slots if isinstance(info.loops, tuple) else info.loops
+            paid = lanes * jnp.sum(jnp.max(loops, axis=0)).astype(jnp.float32)
             # Nobody's row lies beyond the end, and what is written there is dropped.
             summed = total, jnp.sum(weights), jnp.sum(jnp.sign(weights))
             return tree.put(held, rows, new), summed, (info, broken, paid)

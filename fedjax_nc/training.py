@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from fedjax_nc import _training, checks, population
 from fedjax_nc._checkpoints import CheckpointError as CheckpointError
-from fedjax_nc._checkpoints import Files, Row, agreed, first_process, holding
+from fedjax_nc._checkpoints import Files, Row, first_process, holding
 from fedjax_nc._progress import Progress
 from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.data.host import HostData
@@ -23,7 +23,7 @@ __all__ = ['CheckpointError', 'DivergedError', 'Evaluate', 'OnRound', 'Run', 'la
 Evaluate = Callable[[State], dict[str, Array]]
 """From the state to named scalars, arrays [] of numbers; 'accuracy' is shown in the progress bar.
 
-Names are other than those that each row has: `round`, `loss`, `padded_work`, `broken`, `seconds`.
+Names are other than those that rows have: `round`, `loss`, `padded_work`, `broken`, `seconds`, `compile_seconds`.
 """
 
 
@@ -39,8 +39,10 @@ class Run(NamedTuple):
     """What `run` returns."""
 
     state: State  #: after the last round
-    history: list[Row]  #: one row a round: round, loss, padded_work, broken, seconds, and metrics where evaluated
-    compile_seconds: float  #: of this process
+    #: One row a round: round, loss, padded_work, broken, seconds; compile_seconds where something was compiled before
+    #: it; and metrics where evaluated.
+    history: list[Row]
+    compile_seconds: float  #: of the whole history
     rounds_per_second: float  #: of the whole history, without compilation and evaluation
 
 
@@ -106,6 +108,7 @@ def run(
     Returns:
       A `Run`: the state after the last round, and a row of numbers for each round, those of resumed runs included.
       `loss` and `padded_work` are those of `simulate.Report`, `broken` counts clients, `seconds` are those of a round.
+      The first round of a process, and others before which something was compiled, have `compile_seconds`.
 
     Raises:
       ValueError: if `rounds` or another number is not a whole one of at least 1, if `resume` lacks `out`, if `out`
@@ -150,18 +153,11 @@ def run(
     if mesh is not None:
         state, data = _training.placed(mesh, state, data)
     step = _training.Rounds(algorithm, state, cohort=cohort, chunk=chunk, mesh=mesh)
-
-    def evaluated(round: int) -> bool:
-        return evaluate is not None and (round % eval_every == 0 or round > rounds - eval_last)
-
-    def due(round: int) -> bool:
-        return evaluated(round) or (out is not None and round % often == 0)
-
-    def rested(since: float) -> bool:
-        return not checkpoint_pause or agreed(since >= checkpoint_pause)
-
-    often, saved = checkpoint_every or eval_every, -math.inf
-    every = 1 if checkpoint_pause and checkpoint_every is None else often
+    when = _training.Calendar(
+        rounds, eval_every if evaluate is not None else None, eval_last,
+        None if out is None else checkpoint_every or eval_every, checkpoint_pause, checkpoint_every is None,
+    )  # fmt: skip
+    saved = -math.inf
     with holding(Path(out)) if out is not None else contextlib.nullcontext():
         files = None if out is None else Files(Path(out), _training.about(algorithm, data, cohort))
         history, state = ([], state) if files is None else _training.begun(files, state, key, rounds, resume)
@@ -170,29 +166,29 @@ def run(
             _training.check_memory(algorithm, state, data, cohort, chunk, memory_limit)
         with Progress(name, first, rounds, show=progress and first_process()) as bar:
             given = _training.parts(data, key, first, rounds, cohort, mesh)
-            for start, stop in _training.calls(first, rounds, rounds_per_call, due):
+            for start, stop in _training.calls(first, rounds, rounds_per_call, when.stops):
                 if not step.ready(stop - start):
                     bar.compiling()
                 keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(start, stop))
-                state, report, seconds = step(keys, state, next(given))
-                new, trouble = _training.rows(report, start, seconds, data)
+                state, report, times = step(keys, state, next(given))
+                new, trouble = _training.rows(report, start, times, data)
                 if trouble:
                     raise DivergedError(trouble + _training.given_up(files, new))
-                if evaluate is not None and evaluated(stop):
+                if evaluate is not None and when.evaluated(stop):
                     new[-1] |= _training.metrics(evaluate(state))
                 if not any(row['broken'] for row in history):
                     _training.warn_of_broken(report, new, data)
                 history += new
                 if files is not None:
                     files.log(new)
-                    if stop == rounds or (stop % every == 0 and rested(time.monotonic() - saved)):
+                    if when.saved(stop, time.monotonic() - saved):
                         files.save(stop, state, key, history)
                         saved = time.monotonic()
                 if on_round is not None:
                     for row in new:
                         on_round(row, state)
                 bar.at(stop, _training.shown(history, cohort or data.num_clients))
-    return Run(state, history, step.compile_seconds, _training.speed(history))
+    return Run(state, history, _training.compiled(history), _training.speed(history))
 
 
 def last_mean(history: list[Row], metric: str = 'accuracy', last: int = 5) -> float:

@@ -87,7 +87,9 @@ def test_run_goes_on_and_report_tells_it_again(frames, tmp_path, capsys):
     first = capsys.readouterr()
     assert 'frames: 2 of 2 runs to do' in first.err
     shell.main(['run', str(frames), '--rows', 'none', *out])
-    assert 'frames: 1 of 2 runs to do' in capsys.readouterr().err
+    second = capsys.readouterr()
+    assert 'frames: 1 of 2 runs to do' in second.err
+    assert '| half |' in second.out  # the report is of all that is finished
     shell.main(['report', str(frames), *out])
     told = capsys.readouterr()
     assert told.err == ''
@@ -108,9 +110,12 @@ def test_runs_of_a_study_may_be_tuned(tmp_path, monkeypatch):
         raise ValueError('enough')
 
     monkeypatch.setattr(pipeline, 'run', run)
+    study = tmp_path / 'two.json'
+    said = {'title': 'Two', 'metrics': {'a': 'global_accuracy'}, 'seeds': [0, 1], 'setting': {'dataset': 'digits'}}
+    study.write_text(json.dumps({**said, 'methods': {'FedAvg': {'algorithm': 'fedavg'}}}))
     for flags in ([], ['--tune']):
         with pytest.raises(ValueError, match='enough'):
-            shell.main(['run', 'ccvr_1', '--scale', 'reduced', '--rows', 'FedAvg', '--out', str(tmp_path), *flags])
+            shell.main(['run', str(study), '--one-by-one', '--out', str(tmp_path / 'out'), *flags])
     assert asked == [False, False, True, True]  # both runs, each time
 
 
@@ -138,6 +143,7 @@ def test_results_are_copied_without_checkpoints(frames, tmp_path, capsys):
         (['run', 'FILE', '--seeds', '-1'], 'out of range'),
         (['run', 'FILE', '--seeds', 'x'], 'not a whole number'),
         (['report', 'FILE', '--target', '101'], 'out of range'),
+        (['run', 'FILE', '--baseline', 'FedFoo'], 'no methods FedFoo; there are half, none'),
         (['report', 'FILE'], 'no run of frames is finished'),
         (['run', 'WRONG'], 'wrong.toml: '),
         (['run', 'LOST', '--out', 'OUT'], 'lost.npz is not there'),

@@ -92,6 +92,15 @@ class TestSetting:
         assert '\n' not in str(caught.value)
         assert 'a.json: ' in str(caught.value)
 
+    @pytest.mark.parametrize('name', ['a.json', 'a.toml'])
+    def test_what_is_written_is_read_back(self, name, tmp_path):
+        setting = Setting(algorithm='ditto', options={'lam': 0.5, 'clip': 1e9}, dataset='mine.csv',
+                          loading={'label': 'kind of "tree"', 'columns': ['a', 'b\n']}, flip=True)  # fmt: skip
+        setting.write(tmp_path / name)
+        assert Setting.read(tmp_path / name) == setting
+        setting.write(tmp_path / name)
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+
     @pytest.mark.parametrize('text', ['{', '[1]', '3'])
     def test_files_that_are_none_are_named(self, text, tmp_path):
         for name in ('a.json', 'a.toml'):

@@ -1,5 +1,6 @@
 """Convolutions against XLA's, pooling against flax's, BatchNorm against PyTorch's formulas in NumPy."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -136,11 +137,34 @@ def test_bfloat16_sums_in_float32(conv):
         {'batch_group_count': 2},
         {'dimension_numbers': ('NCHW', 'OIHW', 'NCHW')},
         {'dimension_numbers': None},
+        {'preferred_element_type': jnp.bfloat16},
     ],
 )
 def test_what_is_not_supported_is_refused(conv, options):
-    with pytest.raises(ValueError, match='conv_native'):
+    with pytest.raises(ValueError, match=r'conv_native|no preferred_element_type'):
         conv(normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 3), (1, 1), 'SAME', **({'dimension_numbers': LAYOUT} | options))
+
+
+@pytest.mark.parametrize('conv', FORMS)
+@pytest.mark.parametrize('precision', [('highest', 'highest'), 'highest', None])
+def test_precision_and_type_are_taken_as_xla_takes_them(conv, precision):
+    x, k = normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 4)
+    options = {'dimension_numbers': LAYOUT, 'preferred_element_type': jnp.float32}
+
+    def both(form):
+        called = functools.partial(form, window_strides=(1, 1), padding='SAME', precision=precision, **options)
+        return jax.jit(functools.partial(ones_back, called))(x, k)
+
+    assert_close(both(conv), both(conv_native))
+
+
+@pytest.mark.parametrize('conv', FORMS)
+def test_double_precision_is_kept(conv):
+    with jax.enable_x64(True):
+        x, k = (jnp.asarray(u, jnp.float64) for u in (normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 4)))
+        got, want = (jax.jit(value_and_gradients(f, (1, 1), 'SAME'))(x, k) for f in (conv, conv_native))
+        assert {u.dtype for u in got} == {jnp.dtype('float64')}
+        assert_close(got, want, 1e-12)
 
 
 @pytest.mark.parametrize('conv', FORMS)

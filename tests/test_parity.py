@@ -29,7 +29,7 @@ def parity(monkeypatch):
 
 @pytest.fixture
 def ours(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent / 'peers'))
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     return importlib.import_module('authors_ours')
 
 

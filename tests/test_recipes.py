@@ -1,3 +1,4 @@
+import json
 import re
 
 import flax.linen as nn
@@ -221,3 +222,54 @@ def test_server_optimizers_start_at_their_rates():
 
 def test_every_loss_has_its_name():
     assert all(getattr(losses, name) is loss for name, loss in recipes.LOSSES.items())
+
+
+def test_recipes_tell_what_their_methods_were_made_with():
+    """Defaults included, as plain data; what is chosen comes before them."""
+    clients = toys.ragged((7, 5, 4))
+    for name in recipes.RECIPES:
+        told = of(name, clients).told
+        assert json.loads(json.dumps(told)) == told
+        assert 'null' not in json.dumps(told)
+        assert not {'plan', 'server_opt', 'head'} & set(told)
+    expected = {
+        'fedprox': {'mu': 0.001, 'anchored': 'none'},
+        'moon': {'mu': 1.0, 'temperature': 0.5, 'project': True},
+        'fednh': {'rho': 0.9, 'scale': 2.0, 'init': 'uniform', 'learn_scale': True},
+        'fedetf': {'dim': 6, 'scale': 2.0, 'gamma': 1.0},
+        'fedetf_gmv': {'warm': 2, 'alpha': 0.1, 'scale': 1.0},
+        'fedloge': {'frame': 'sparse_etf', 'aux_bias': False},
+        'ccvr': {'base': 'fedavg', 'samples': 100, 'transform': 'tukey(power=0.5, shift=0.0)'},
+        'scaffold': {'option': 'II', 'aggregate': 'uniform'},
+        'fedaws': {'margin': 0.8, 'steps': 30},
+        'creff': {'retrain': {'batch_size': 64, 'epochs': 300, 'tails': []}},
+    }
+    for name, said in expected.items():
+        assert said.items() <= of(name, clients).told.items(), name
+    chosen = {
+        'fedprox': {'mu': 0.5},
+        'fednh': {'rho': 0.8, 'init': 'orthogonal'},
+        'fedetf_gmv': {'scale': 1.6, 'warm': 1},
+        'fedloge': {'frame': 'sparse_xavier'},
+        'fedrod': {'personal': 'hyper'},
+    }
+    for name, options in chosen.items():
+        told = of(name, clients, options=options).told
+        assert {k: v for k, v in options.items() if k not in ('init', 'frame', 'personal')}.items() <= told.items()
+    assert 'orthogonal' in of('fednh', clients, options=chosen['fednh']).told['init']
+    assert of('fedloge', clients, options=chosen['fedloge']).told['frame'] == 'sparse_xavier'
+    assert of('fedetf', clients, dim=None).told['dim'] == 'number of classes'
+    assert of('fednh', clients, personal='latest').told['rho'] == 0.9
+
+
+def test_frames_of_fedloge_may_be_longer_and_features_projected():
+    clients = toys.ragged((7, 5, 4))
+    for options, length, names in (({}, 1.0, None), ({'length': 1.6}, 1.6, None), ({'project': True}, 1.0, True)):
+        recipe = of('fedloge', clients, options=options)
+        variables = simulate.init(recipe.train, toys.KEY, clients).server.variables
+        (frame,) = (np.asarray(u) for u in jax.tree.leaves(variables.fixed) if u.shape[-1:] == (toys.CLASSES,))
+        np.testing.assert_allclose(np.linalg.norm(frame, axis=0), length, rtol=1e-3)
+        assert (set(variables.params['body']) == {'model', 'second'}) == bool(names)
+        fits(recipe, clients)
+    with pytest.raises(ValueError, match='length must be positive'):
+        of('fedloge', clients, options={'length': 0.0})

@@ -152,18 +152,80 @@ def test_without_a_finished_run_there_is_no_report(known, tmp_path):
 
 def test_latex_has_as_many_columns_in_every_row(known, written):
     text = (report.write(known, written) / 'report.tex').read_text()
-    columns = len(re.search(r'begin{tabular}{(\w+)}', text)[1])
-    assert columns == 1 + 2 * 3
-    body = [line for line in text.splitlines() if line.endswith(r'\\')]
-    assert len(body) == 2 + 2 + 1  # two heads, two methods, one line of what was published
-    for line in body:
-        spans = [int(n) for n in re.findall(r'\\multicolumn{(\d+)}', line)]
-        assert len(re.findall(r'(?<!\\)&', line)) + 1 - len(spans) + sum(spans) == columns
+    expected = [
+        (1 + 2 * 3, 2 + 2 + 1),  # two heads, two methods, one line of what was published
+        (1 + 2 * 3, 2 + 1),  # what the second has more than the first
+        (1 + 7, 1 + 2),  # costs in the first scene
+        (1 + 7, 1 + 1),  # in the second, where one method was run
+    ]
+    tables = text.split(r'\end{tabular}')[:-1]
+    assert len(tables) == len(expected)
+    for table, (columns, rows) in zip(tables, expected, strict=True):
+        assert len(re.search(r'begin{tabular}{(\w+)}', table)[1]) == columns
+        body = [line for line in table.splitlines() if line.endswith(r'\\')]
+        assert len(body) == rows
+        for line in body:
+            spans = [int(n) for n in re.findall(r'\\multicolumn{(\d+)}', line)]
+            assert len(re.findall(r'(?<!\\)&', line)) + 1 - len(spans) + sum(spans) == columns
+    assert re.search(r'A\\&B\\_1 50\\% & \+4\.5 \[', tables[1])
+    assert r'rounds to 64.1 \%' in tables[2]
+    assert '% Less Base, same seed' in tables[1]
     assert r'A\&B\_1 50\% & 68.6 $\pm$ 4.9' in text
     assert r'two\_2' in text
     assert r'\quad published & 61.4 $\pm$ 2.5 & 80.3 & ' in text
     assert '±' not in text
     assert text.count('{') == text.count('}')
+
+
+def test_what_methods_cost_is_a_table(known, written):
+    rows = csv_rows(report.write(known, written, 50.0) / 'costs.csv')
+    assert [(row['method'], row['scene'], row['runs']) for row in rows] == [
+        ('Base', 'one', '3'), ('A&B_1 50%', 'one', '3'), ('Base', 'two_2', '1'),
+    ]  # fmt: skip
+    first = {name: float(value) for name, value in rows[0].items() if name not in ('method', 'scene')}
+    ends = 100 * np.array(GENERAL['Base'])
+    assert first['last'] == pytest.approx(ends.mean() - 1)
+    assert first['last_several'] == pytest.approx(ends.mean())
+    assert first['last_several_std'] == pytest.approx(ends.std(ddof=1))
+    assert (first['goal'], first['rounds_to_goal'], first['runs_at_goal']) == (50, 5, 3)
+    assert (first['client_down'], first['client_up'], first['bytes']) == (5_000, 4_000, 360_000)
+    assert (first['parameters'], first['minutes']) == (1_234, 2)
+
+
+def test_a_part_has_a_folder_of_its_own_and_the_baseline_of_the_whole(known, written):
+    whole = (report.write(known, written) / 'report.md').read_text()
+    folder = report.write(known, written, rows=['A&B_1 50%'], scenes=['one'])
+    assert folder == written / 'byhand-part'
+    assert (written / 'byhand' / 'report.md').read_text() == whole
+    text = (folder / 'report.md').read_text()
+    assert rows_of(text, 'Base') == []
+    assert 'two_2' not in text
+    assert rows_of(text, 'A&B_1 50%')[1][0].startswith('+4.5 [')
+    assert 'rounds to 64.1 %' in text  # where the baseline ends
+    assert len(csv_rows(folder / 'runs.csv')) == 3
+    with pytest.raises(ValueError, match='no methods Other; there are Base'):
+        report.write(known, written, rows=['Other'])
+
+
+def test_another_baseline(known, written):
+    text = (report.write(known.against('A&B_1 50%'), written) / 'report.md').read_text()
+    assert 'less A&B_1 50%, same seed' in text
+    assert rows_of(text, 'Base')[1][0].startswith('-4.5 [')
+    with pytest.raises(ValueError, match='no methods Other'):
+        known.against('Other')
+
+
+def test_rows_without_a_run_or_a_published_number_are_named_below_alone(written):
+    said = {**SAID, 'methods': {**SAID['methods'], 'Later': {'algorithm': 'fednova'}}}
+    known = Study.of(said, 'byhand')
+    folder = report.write(known, written)
+    assert rows_of((folder / 'report.md').read_text(), 'Later') == []
+    assert 'Later' not in (folder / 'table.csv').read_text()
+    listed = (folder / 'report.md').read_text().split('Not finished:')[1]
+    assert '- Later, one: seeds 0, 1, 2' in listed
+    printed = {**said, 'published': {**SAID['published'], 'Later': {'one': [50.0, math.nan, math.nan]}}}
+    text = (report.write(Study.of(printed, 'byhand'), written) / 'report.md').read_text()
+    assert rows_of(text, 'Later')[0][:2] == ['', '50.0']
 
 
 def test_every_run_is_a_row(known, written):
@@ -311,7 +373,7 @@ class TestFigures:
     def test_are_written(self, known, written):
         folder = report.write(known, written)
         drawn = {path.stem for path in folder.glob('*.png')}
-        assert drawn == {'curves', 'communication', 'clients', 'groups'}
+        assert drawn == {'curves', 'communication', 'rounds', 'clients', 'groups'}
         text = (folder / 'report.md').read_text()
         for name in drawn:
             assert (folder / f'{name}.png').read_bytes().startswith(b'\x89PNG')
@@ -348,6 +410,16 @@ class TestFigures:
         sent = next(u for u in drawn['communication'].axes[0].lines if u.get_label() == 'A&B_1 50%')
         np.testing.assert_allclose(sent.get_xdata()[-1], 360.0)  # kB of all ten rounds
         assert 'kB' in drawn['communication'].axes[0].get_xlabel()
+
+    def test_show_the_rounds_to_an_accuracy_where_all_seeds_reached_it(self, known, written):
+        drawn = dict(figures.of(known, report.gather(known, written), 50.0))
+        (axes,) = drawn['rounds'].axes
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ['one, 50.0 %', 'two_2, 50.0 %']
+        heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+        np.testing.assert_allclose(heights['Base'], [5, 5])
+        np.testing.assert_allclose(heights['A&B_1 50%'], [5, math.nan])  # not run in the second
+        assert 'rounds' not in dict(figures.of(known, report.gather(known, written), 99.0))
+        assert 'rounds' not in dict(figures.of(known.some(['Base']), report.gather(known, written), 50.0))
 
     def test_groups_of_classes(self):
         def by_group(*summaries):

@@ -180,6 +180,26 @@ def test_numbers_of_clients_beyond_int32_are_refused_before_they_wrap(data):
 
 
 @pytest.mark.parametrize('chunk', [1, 3, 8])
+def test_padded_work_with_tails_is_that_of_each_loop_over_batches(chunk):
+    """Clients side by side wait for each other in every one of them."""
+    sizes, tails, b = (5, 16, 9, 23, 2, 18, 13, 8), (2, 4), 8
+    data = toys.ragged(sizes)
+    plan = local.Plan(batch_size=b, epochs=2, tails=tails)
+    algorithm = fedavg.algorithm(toys.task, toys.opt, plan=plan)
+    state = simulate.init(algorithm, toys.KEY, data)
+    report = jax.jit(simulate.make_round(algorithm, chunk=chunk))(toys.KEY, state, data)[1]
+
+    def rows(n):
+        width = next((tail for tail in tails if 0 < n % b <= tail), b)
+        return np.array([n // b * b + b * (width == b and n % b > 0), *(tail * (width == tail) for tail in tails)])
+
+    ranked = sorted(sizes, reverse=True) + [0] * (-len(sizes) % chunk)
+    chunks = np.array([rows(n) for n in ranked]).reshape(-1, chunk, 3)
+    paid = 2 * chunk * chunks.max(1).sum()
+    np.testing.assert_allclose(report.padded_work, 1 - 2 * sum(sizes) / paid, rtol=1e-5)
+
+
+@pytest.mark.parametrize('chunk', [1, 3, 8])
 def test_padded_work_is_what_the_lanes_compute_beyond_the_examples(data, chunk):
     state = simulate.init(algorithm, toys.KEY, data)
     report = simulate.make_round(algorithm, chunk=chunk)(toys.KEY, state, data)[1]

@@ -78,17 +78,31 @@ class TestStudy:
 
     def test_later_parts_come_on_top_and_options_are_merged_by_name(self):
         said = plain(
-            setting={**TINY, 'lr': 0.1, 'momentum': 0.1, 'clip': 0.1, 'alpha': 0.1, 'options': {'a': 1, 'b': 1}},
-            scenes={'s': {'momentum': 0.2, 'clip': 0.2, 'alpha': 0.2, 'options': {'b': 2, 'c': 2}}},
-            methods={'m': {'algorithm': 'fedprox', 'clip': 0.3, 'alpha': 0.3, 'options': {'c': 3, 'd': 3}}},
-            scales={'last': {'setting': {'alpha': 0.4, 'options': {'d': 4}}}},
+            setting={
+                **TINY,
+                'lr': 0.1,
+                'momentum': 0.1,
+                'clip': 0.1,
+                'alpha': 0.1,
+                'options': {'rho': 0.1, 'scale': 1.0},
+            },
+            scenes={'s': {'momentum': 0.2, 'clip': 0.2, 'alpha': 0.2, 'options': {'scale': 2.0, 'init': 'auto'}}},
+            methods={
+                'm': {
+                    'algorithm': 'fednh',
+                    'clip': 0.3,
+                    'alpha': 0.3,
+                    'options': {'init': 'orthogonal', 'weigh': 'counts'},
+                }
+            },
+            scales={'last': {'setting': {'alpha': 0.4, 'options': {'weigh': 'holders'}}}},
             baseline='m',
             published={},
         )
         (run,) = Study.of(said, 'x', 'last').some(seeds=[7]).runs
         setting = run.setting
         assert (setting.lr, setting.momentum, setting.clip, setting.alpha) == (0.1, 0.2, 0.3, 0.4)
-        assert setting.options == {'a': 1, 'b': 2, 'c': 3, 'd': 4}
+        assert setting.options == {'rho': 0.1, 'scale': 2.0, 'init': 'orthogonal', 'weigh': 'holders'}
         assert setting.seed == run.seed == 7
 
     def test_a_scene_may_change_a_single_method(self):
@@ -411,15 +425,15 @@ def test_a_run_that_another_process_has_in_hand_is_left_to_it(tmp_path):
 
 def test_a_run_that_cannot_be_is_left_out_by_name_and_others_go_on(tmp_path):
     methods = {
-        'wrong': {'algorithm': 'fedprox', 'options': {'muu': 1}},
+        'small': {'algorithm': 'fedavg', 'model': 'cnn'},
         'nowhere': {'algorithm': 'fedavg', 'dataset': 'lost.npz'},
         'FedAvg': {'algorithm': 'fedavg'},
     }
     content = plain(methods=methods, scenes={'': {}}, seeds=[0], published={}, scales={})
     known = Study.of(content, 'mine')
     left, told, _ = carried_out(known, tmp_path)
-    assert [run.method for run in left] == ['wrong', 'nowhere']
-    assert re.match(r"wrong, seed 0: left out: .*\{'muu': 1\}", told[1])
+    assert [run.method for run in left] == ['small', 'nowhere']
+    assert re.match(r'small, seed 0: left out: expected images .* of at least 18x18', told[1])
     assert re.match(r'nowhere, seed 0: left out: .*lost\.npz is not there', told[2])
     assert told[3].startswith('[1/3] FedAvg, seed 0: ')
     with pytest.raises(SystemExit, match='2 of 3 runs are not done'):
@@ -427,6 +441,60 @@ def test_a_run_that_cannot_be_is_left_out_by_name_and_others_go_on(tmp_path):
     assert '| FedAvg |' in (tmp_path / 'mine' / 'report.md').read_text()
     with pytest.warns(UserWarning, match=r'nowhere, seed 0: left out: .*lost\.npz'):
         assert runner.carry_out(known.some(['nowhere', 'FedAvg']), tmp_path, show=False) == left[1:]
+
+
+def test_what_does_not_fit_is_told_before_anything_is_run(tmp_path):
+    """Though it is the last in line, and under whatever seed."""
+    methods = {
+        'FedAvg': {'algorithm': 'fedavg'},
+        'narrow': {'algorithm': 'fedavg', 'head': 'bare_etf', 'model': 'cnn'},
+        'many': {'algorithm': 'fedavg', 'clients': 500},
+    }
+    known = Study.of(plain(methods=methods, scenes={'': {}}, published={}, scales={}), 'mine')
+    left, told, made = carried_out(known, tmp_path)
+    assert [re.match(r'(\[\d/6\] )?(\w+), seed (\d)', line).groups()[1:] for line in told[1:]] == [
+        ('narrow', '0'), ('many', '0'), ('narrow', '1'), ('many', '1'), ('FedAvg', '0'), ('FedAvg', '1'),
+    ]  # fmt: skip
+    assert {run.method for run in left} == {'narrow', 'many'}
+    assert [algorithm for _, algorithm, *_ in made] == ['fedavg']
+    assert not any((tmp_path / 'runs' / run.setting.name).exists() for run in left)
+
+
+def test_runs_may_be_watched_each_by_a_tracker_of_its_own(tmp_path):
+    seen = {}
+
+    @contextlib.contextmanager
+    def tracker(run, folder):
+        rows = seen.setdefault(folder.name, [])
+        yield lambda row, state: rows.append(row['round'])
+        rows.append('closed')
+
+    known = Study.of(FOUR, 'four').some(['FedAvg'])
+    _, _, made = carried_out(known, tmp_path, watch=tracker)
+    assert seen == {run.setting.name: [1, 2, 'closed'] for run in known.runs}
+    assert [how for how, *_ in made] == ['alone', 'alone']
+
+
+def test_tensorboard_from_the_command_line(tmp_path):
+    pytest.importorskip('tensorboardX')
+    path = put(tmp_path, {**FOUR, 'seeds': [0]})
+    shell.main(['run', str(path), '--rows', 'FedAvg', '--tensorboard', '--out', str(tmp_path / 'out')])
+    (events,) = (tmp_path / 'out' / 'runs').glob('fedavg-*/tensorboard/events*')
+    assert events.stat().st_size > 100
+
+
+@pytest.mark.parametrize(
+    ('method', 'said'),
+    [
+        ({'algorithm': 'fedprox', 'options': {'muu': 1}}, r"odd, skewed, seed 0: .*\{'muu': 1\}"),
+        ({'algorithm': 'fedetf', 'head': 'linear'}, "fedetf has no head 'linear', it takes etf"),
+        ({'algorithm': 'solo', 'server_optimizer': 'fedadam'}, 'solo has no server model to optimize'),
+        ({'algorithm': 'fednh', 'options': {'rho': 1.5}}, 'rho'),
+    ],
+)
+def test_methods_are_checked_when_a_study_is_read(method, said):
+    with pytest.raises(ValueError, match=said):
+        Study.of(plain(methods={'odd': method}, published={}, scales={}), 'x')
 
 
 def test_without_matplotlib_there_are_numbers_and_a_warning(tmp_path, monkeypatch):
@@ -475,7 +543,7 @@ def test_frames_are_studied_without_training(tmp_path):
 def history(folder):
     """Rows without times, nor what padding alone changes."""
     rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ('seconds', 'padded_work')} for row in rows]
+    return [{k: v for k, v in row.items() if k not in ('seconds', 'compile_seconds', 'padded_work')} for row in rows]
 
 
 def state(folder, round):

@@ -248,3 +248,44 @@ def test_where_nobody_is_tested_there_is_no_accuracy():
     dataset, train, test = scene.load(setting)
     measure = measures.Measures(setting, scene.build(setting, dataset), (dataset, train, test))
     assert measure.told('personal_accuracy', jnp.zeros((3, 10, 10), jnp.int32)) == {}
+
+
+def test_a_resumed_run_tells_the_time_of_all_its_processes(tmp_path):
+    setting = Setting(dataset='digits', max_examples=200, clients=4, rounds=2, algorithm='fedavg', local_epochs=1)
+    first = pipeline.run(setting, tmp_path, progress=False)['seconds']
+    rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert ['compile_seconds' in row for row in rows] == [True, False]
+    longer = pipeline.run(dataclasses.replace(setting, rounds=4), tmp_path, resume=True, progress=False)
+    assert all(longer['seconds'][part] > first[part] for part in first)
+    rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert ['compile_seconds' in row for row in rows] == [True, False, True, False]
+    assert longer['compile_seconds'] == pytest.approx(sum(row.get('compile_seconds', 0) for row in rows))
+    assert longer['seconds']['rounds'] == pytest.approx(sum(row['seconds'] for row in rows))
+
+
+def test_a_clock_goes_on_from_its_file_whatever_is_in_it(tmp_path, monkeypatch):
+    path = tmp_path / 'seconds.json'
+    pipeline.write(path, {'data': 2.0})
+    monkeypatch.setattr(pipeline, 'PAUSE', 0.0)
+    with pipeline.Clock(path).part('data'):
+        pass
+    assert 2 < pipeline.known(path)['data'] < 3
+    for damaged in ('{"data', '{"data": [1]}', '[]'):
+        path.write_text(damaged)
+        assert pipeline.Clock(path).seconds == {}
+
+
+@pytest.mark.skipif(not provenance.HIGH_WATER[0].exists(), reason='the system does not forget peaks')
+def test_the_peak_of_memory_is_that_since_it_was_forgotten():
+    held = np.ones(60_000_000)
+    before = provenance.peak_memory()['peak_process_bytes']
+    size = held.nbytes
+    del held
+    provenance.forget_peak()
+    assert provenance.peak_memory()['peak_process_bytes'] < before - size / 2
+
+
+def test_where_the_system_does_not_tell_the_peak_is_that_of_the_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(provenance, 'HIGH_WATER', (tmp_path / 'no' / 'refs', tmp_path / 'status'))
+    provenance.forget_peak()
+    assert provenance.peak_memory()['peak_process_bytes'] > 10_000_000

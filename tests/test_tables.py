@@ -148,6 +148,8 @@ PRINTED = {
         ('ETF+Proj+DR+Sparse', LT, 'All', 42.37, NAN),
         ('FedLoGe', LT, 'Many', 71.37, NAN),
         ('FedLoGe', LT, 'All', 42.49, NAN),
+        ('FedLoGe+Proj', LT, 'Few', 18.87, NAN),
+        ('FedLoGe+Proj', LT, 'All', 40.04, NAN),
     ],
     'fedloge_9': [
         ('Xavier', LT, 'Many', 67.93, NAN),

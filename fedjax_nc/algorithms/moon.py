@@ -153,26 +153,29 @@ def reference(task: Objective, v: Variables, batch: Batch) -> Array:
     return jax.lax.stop_gradient(task.features(v, batch._replace(key=None))[0])
 
 
-def projected(model: Model, dim: int = 256) -> Model:
+def projected(model: Model, dim: int | None = 256, hidden: bool = True) -> Model:
     """The model with MOON's projection behind its features: `W_2 relu(W_1 h + b_1) + b_2`, `[B, D]` to `[B, dim]`.
 
-    W_1 is square. Any head takes the projection for features.
+    W_1 is square, and without `hidden` there is no such layer: `W_2 h + b_2`. So is W_2 with `dim=None`. Any head takes
+    the projection for features.
 
     Raises:
       ValueError: for what is no model, or a `dim` below 1.
     """
     checks.kind('model', model, Model)
-    checks.whole('dim', dim)
+    if dim is not None:
+        checks.whole('dim', dim)
 
     def init(key: Array, x: Array) -> tuple[Tree, Tree]:
         k_model, k_first, k_second = jax.random.split(key, 3)
         params, stats = model.init(k_model, x)
         width = jax.eval_shape(lambda x: model.features(params, stats, x, None, None), x)[0].shape[-1]
-        first, second = heads.dense_init(k_first, width, width), heads.dense_init(k_second, width, dim)
-        return {'model': params, 'first': first, 'second': second}, stats
+        first = {'first': heads.dense_init(k_first, width, width)} if hidden else {}
+        return {'model': params, **first, 'second': heads.dense_init(k_second, width, dim or width)}, stats
 
     def features(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
         h, stats = model.features(params['model'], stats, x, mask, key)
-        return heads.dense(params['second'], jax.nn.relu(heads.dense(params['first'], h))), stats
+        h = jax.nn.relu(heads.dense(params['first'], h)) if hidden else h
+        return heads.dense(params['second'], h), stats
 
     return Model(init, features)

@@ -1,7 +1,7 @@
 """Experiments: runs and studies as plain data, and the one place where they are carried out. Names and files live
 here; the floors below are functions without any.
 
-- setting: what tells one run from another, read from JSON or TOML and written as JSON
+- setting: what tells one run from another, read from JSON or TOML and written as either
 - parts: heads, losses, server optimizers and frames by name
 - recipes: methods by name, and how one's own has one
 - scene: from a setting to its data and its method
@@ -11,7 +11,7 @@ here; the floors below are functions without any.
 - geometry: frames, measured without training
 - study: methods x scenes x seeds, and published tables (`tables/*.toml`)
 - runner: carries out what is missing of a study
-- report, figures: what a study has found
+- report, costs, figures: what a study has found
 - traffic, provenance: bytes that are sent; versions, commit, processor, memory
 - command: a run from a command line; `python -m fedjax_nc.experiments` is that of studies
 """

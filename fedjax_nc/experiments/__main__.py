@@ -10,13 +10,15 @@ What is finished is not run again and what was interrupted goes on: the same com
 """
 
 import argparse
+import contextlib
 import math
 from pathlib import Path
 
 from tqdm import tqdm
 
+from fedjax_nc import training, watch
 from fedjax_nc.experiments import command, report, runner, study
-from fedjax_nc.experiments.study import Study
+from fedjax_nc.experiments.study import Run, Study
 
 PROG = 'fedjax_nc.experiments'
 
@@ -40,8 +42,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for sub in (run, told):
         sub.add_argument('--out', type=Path, default=Path('runs'), help='folder of runs and reports')
         sub.add_argument('--keep', type=Path, help='a folder for copies of results without checkpoints, and the report')
+        sub.add_argument('--baseline', metavar='METHOD', help="of the differences; by default the study's")
         sub.add_argument('--target', type=command.number(float, 0, 100), help='accuracy in %% to count rounds to')
     run.add_argument('--one-by-one', action='store_true', help='no program for several seeds of small runs')
+    run.add_argument('--tensorboard', action='store_true', help="events for TensorBoard in each run's folder")
     run.add_argument('--tune', action='store_true', help='first measure how the rounds of each run are fastest here')
     run.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
     return parser.parse_args(argv)
@@ -53,21 +57,37 @@ def main(argv: list[str] | None = None) -> None:
     if args.task == 'list':
         print('\n'.join(line(Study.read(name)) for name in study.tables()))
         return
-    chosen = Study.read(args.study, args.scale).some(args.rows, args.scenes, args.seeds)
+    whole = Study.read(args.study, args.scale)
+    if args.task != 'show':
+        whole = whole.against(args.baseline)
+    chosen = whole.some(args.rows, args.scenes, args.seeds)
     if args.task == 'show':
         print(described(chosen))
         return
     if args.task == 'run':
-        left = runner.carry_out(chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one, tune=args.tune)
+        left = runner.carry_out(
+            chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one, tune=args.tune,
+            watch=board if args.tensorboard else None,
+        )  # fmt: skip
         for run in left:
             print(f'{run.label}: not done, in the hands of another process unless it was told why')
     if args.keep:
         runner.keep(chosen, args.out, args.keep)
-    folder = report.write(chosen, args.keep or args.out, args.target)
+    where = args.keep or args.out
+    if args.task == 'run':  # of all that is finished of the study, now or before
+        folder = report.write(whole.some(seeds=sorted({*whole.seeds, *chosen.seeds})), where, args.target)
+    else:
+        told = whole.some(seeds=args.seeds)
+        folder = report.write(told, where, args.target, rows=args.rows, scenes=args.scenes)
     print((folder / 'report.md').read_text())
     print(f'written to {folder}')
     if args.task == 'run' and left:
         raise SystemExit(f'{PROG}: {len(left)} of {len(runner.distinct(chosen.runs))} runs are not done')
+
+
+def board(run: Run, folder: Path) -> contextlib.AbstractContextManager[training.OnRound]:
+    """TensorBoard's events of a run, in its folder."""
+    return watch.tensorboard(folder / 'tensorboard')
 
 
 def line(table: Study) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import Mesh
 
-from fedjax_nc import data, devices, training
+from fedjax_nc import data, devices, training, watch
 from fedjax_nc.experiments import pipeline, recipes
 from fedjax_nc.experiments.setting import (
     DATASETS,
@@ -136,6 +136,7 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--precision', choices=['float32', 'bfloat16'])
     parser.add_argument('--eval-every', type=count)
     parser.add_argument('--max-examples', type=count, help='use a class-balanced part of the training set')
+    parser.add_argument('--tensorboard', action='store_true', help='events for TensorBoard in --out')
     parser.add_argument('--setting', type=Path, help='a JSON or TOML file with the same names; flags come on top of it')
     parser.add_argument('--out', type=Path, default=Path('runs/cifar'))
     parser.add_argument('--resume', action='store_true', help='continue the run in --out, or begin it')
@@ -178,11 +179,13 @@ def main(argv: list[str] | None = None, *, prog: str = 'cifar.py', description: 
         raise ValueError('--tune measures one device: tune with --devices 1, and hand on its --clients-per-chunk')
     setting, mesh = setting_of(args), prepare(args.devices)
     where = {'data_dir': args.data_dir and str(args.data_dir), 'out': str(args.out)}
-    summary = pipeline.run(
-        setting, args.out, data_dir=args.data_dir, resume=args.resume, chunk=args.clients_per_chunk,
-        tune=args.tune, host=args.host, mesh=mesh,
-        record={**where, 'clients_per_chunk': args.clients_per_chunk, 'devices': args.devices},
-    )  # fmt: skip
+    tracked = watch.tensorboard(args.out / 'tensorboard') if args.tensorboard else contextlib.nullcontext()
+    with tracked as on_round:
+        summary = pipeline.run(
+            setting, args.out, data_dir=args.data_dir, resume=args.resume, chunk=args.clients_per_chunk,
+            tune=args.tune, host=args.host, mesh=mesh, on_round=on_round,
+            record={**where, 'clients_per_chunk': args.clients_per_chunk, 'devices': args.devices},
+        )  # fmt: skip
     for name in ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy_before', 'personal_accuracy'):
         if name in summary:
             print(f'{name:26} {100 * summary[name]:6.2f} %')

@@ -9,17 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_nc import evaluate, plots
+from fedjax_nc.experiments import costs
+from fedjax_nc.experiments.costs import Found, sound
 from fedjax_nc.experiments.study import Study
-
-Found = Mapping[tuple[str, str], Mapping[int, Mapping[str, Any]]]
-"""(method, scene) -> seed -> summary of a finished run."""
 
 Panels = dict[str, dict[str, Any]]
 """title -> name -> what is drawn."""
 
 
-def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
+def of(study: Study, found: Found, target: float | None = None) -> Iterator[tuple[str, Any]]:
     """All that can be drawn of the runs there are, but for those that diverged: name -> figure.
+
+    Rounds are counted to a target in percent, by default where the baseline ends.
 
     What rounds, clients and classes say is of the model that a run ends with: rows that look at another are left out.
     """
@@ -54,6 +55,8 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
         panels = {t: {m: (x / factor, y) for m, (x, y) in panel.items()} for t, panel in sent.items()}
         figure = plots.curve_panels(panels, xlabel=f'sent by and to all clients [{unit}]')
         yield 'communication', labelled(figure, 'test accuracy [%]')
+    if drawn_rounds := rounds_to(study, found, target):
+        yield 'rounds', drawn_rounds
     if spread:
         yield 'clients', plots.boxes(spread, ylabel="clients' accuracy [%]")
     for i, (names, panels) in enumerate(bars.items()):
@@ -63,9 +66,25 @@ def of(study: Study, found: Found) -> Iterator[tuple[str, Any]]:
         yield f'groups{i + 1 if i else ""}', figure
 
 
-def sound(cell: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The summaries of a cell that have a curve and did not diverge."""
-    return [summary for summary in cell.values() if summary.get('curve') and 'diverged' not in summary]
+def rounds_to(study: Study, found: Found, target: float | None) -> Any:
+    """Bars of the rounds to an accuracy, a group for each scene; None where there is nothing to compare.
+
+    A method has a bar where all of its runs reached it.
+    """
+    scenes = {scene: costs.of(study, found, scene, target) for scene in study.scenes}
+    scenes = {scene: told for scene, told in scenes.items() if any(cost.rounds.seeds for cost in told)}
+    methods = [m for m in study.methods if any(c.method == m and c.several.seeds for t in scenes.values() for c in t)]
+    if len(methods) < 2:
+        return None
+    bars = {}
+    for method in methods:
+        mine = [next((c for c in told if c.method == method), None) for told in scenes.values()]
+        bars[method] = [c.rounds.mean if c and c.rounds.seeds == c.runs else math.nan for c in mine]
+    heads = [f'{scene}, {told[0].goal:.1f} %' if scene else f'{told[0].goal:.1f} %' for scene, told in scenes.items()]
+    names = [textwrap.fill(head, 22) for head in heads]
+    return plots.grouped_bars(
+        {'rounds to an accuracy; no bar: not reached': bars}, names, ylabel='communication rounds'
+    )
 
 
 def of_clients(summary: Mapping[str, Any]) -> Sequence[float | None]:

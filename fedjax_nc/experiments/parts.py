@@ -1,6 +1,7 @@
 """What methods are made of, by name: heads, losses, server optimizers, weights of clients, frames."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_nc import aggregators, frames, heads, losses, server_optimizers, simulate
+from fedjax_nc import aggregators, checks, frames, heads, losses, server_optimizers, simulate
 from fedjax_nc import algorithms as alg
 from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Loss, Model, Objective, State
 from fedjax_nc.local import ClientOptimizer, Plan
@@ -44,11 +45,65 @@ class Recipe(NamedTuple):
     generic: bool = True  #: whether there is a generic model
     #: what predicts with a model refitted on all real features, NOT a federated method, and the refit
     oracle: tuple[Algorithm, Callable[[Array, State, FederatedData], State]] | None = None
+    told: Mapping[str, Any] = {}  #: what the factory of `train` was given and its defaults, as plain data
 
     @property
     def final(self) -> Algorithm:
         """What predicts at the end, with clients' models as with the generic one."""
         return self.personalize or self.train
+
+
+SAID = ('plan', 'server_opt', 'personal_opt', 'head', 'auxiliary', 'preprocess', 'base', 'penalty')
+"""Arguments of factories that settings tell by other names, or that `Recipe.told` tells apart."""
+
+
+def trained(factory: Callable[..., Algorithm], *args: Any, **kwargs: Any) -> Recipe:
+    """What begins every recipe: the algorithm that trains, and what its factory was given.
+
+    Args:
+      factory: of the algorithm.
+      *args: its model or task, and optimizer.
+      **kwargs: its other arguments.
+
+    Returns:
+      A recipe without a stage after training.
+    """
+    known = inspect.signature(factory).parameters.values()
+    defaults = {u.name: u.default for u in known if u.kind is u.KEYWORD_ONLY and u.default is not u.empty}
+    told = {name: plain(value) for name, value in {**defaults, **kwargs}.items() if name not in SAID}
+    return Recipe(factory(*args, **kwargs), told=told)
+
+
+def plain(value: Any) -> Any:
+    """An argument of a factory as JSON can hold it: functions by their names and what they were made with."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if value is None:
+        return 'none'
+    if isinstance(value, aggregators.Aggregator):
+        named = (name for name, known in vars(aggregators).items() if known is value)
+        return next(named, called('aggregator', {0: value.partial}))
+    if isinstance(value, optax.GradientTransformation):
+        return plain(value.update)
+    if isinstance(value, functools.partial):
+        return called(plain(value.func), {**dict(enumerate(value.args)), **value.keywords})
+    if inspect.isfunction(value):
+        held = inspect.getclosurevars(value).nonlocals
+        return called(value.__qualname__.partition('.<locals>')[0], {k: v for k, v in held.items() if not callable(v)})
+    if hasattr(value, '_asdict'):
+        return {name: plain(inner) for name, inner in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return value.item() if hasattr(value, 'item') and not jnp.ndim(value) else checks.shown(value)
+
+
+def called(name: str, arguments: Mapping[Any, Any]) -> str:
+    """A call as it would be written."""
+    words = {name: plain(value) for name, value in arguments.items()}
+    said = ', '.join(str(word) if type(name) is int else f'{name}={word}' for name, word in words.items())
+    return f'{name}({said})' if said else name
 
 
 class Setup(NamedTuple):
@@ -163,6 +218,11 @@ FRAMES: dict[str, heads.Frame] = {
     **{f'sparse_{name}': functools.partial(frames.sparse_etf, start=drawn) for name, drawn in DRAWN.items()},
 }
 """What FedLoGe may freeze: an ETF, a sparse one, or a matrix as layers begin with, and the sparse ETF from there."""
+
+
+def longer(key: Array, dim: int, classes: int, *, frame: heads.Frame, length: float) -> Array:
+    """A frame [dim, classes] whose columns are `length` times as long."""
+    return length * frame(key, dim, classes)
 
 
 def bare(frame: heads.Frame, scale: float = 1.0) -> Head:

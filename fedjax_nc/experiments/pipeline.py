@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import math
 import threading
 import time
 import warnings
@@ -42,8 +43,8 @@ def run(
 ) -> dict[str, Any]:
     """Carries out a run, and returns its summary.
 
-    Writes `config.json`, `metrics.jsonl`, `metrics.csv`, `summary.json`, `accuracy.png`, `checkpoints/` and the generic
-    model, if there is one, `model.safetensors`, into `out`, which it holds as long as it lasts.
+    Writes `config.json`, `metrics.jsonl`, `metrics.csv`, `summary.json`, `seconds.json`, `accuracy.png`, `checkpoints/`
+    and the generic model, if there is one, `model.safetensors`, into `out`, which it holds as long as it lasts.
 
     Args:
       setting: what to run.
@@ -66,7 +67,8 @@ def run(
       after the last round; `global_accuracy_lastN`, the mean of the last N rounds, `eval_last` of them; and
       `class_accuracy`. Of personal models on the clients' tests: `personal_accuracy`, the mean over clients, with
       `_std`, `_pooled` and `_low` as in `evaluate.over_clients`; and `clients`, the numbers of each. Of the generic
-      model on the same tests: `personal_accuracy_before`. Besides `seconds` by part, `rounds_per_second`,
+      model on the same tests: `personal_accuracy_before`. `method` is what the method was made with, its defaults
+      included. Besides `seconds` by part, those of earlier processes included, `rounds_per_second`,
       `compile_seconds`, `padded_work_share`, `broken_clients`, numbers of `parameters`, `bytes` up and down,
       `versions`, `commit`, `device`, `date` and the peak of memory.
 
@@ -75,12 +77,14 @@ def run(
         not to be resumed or has other settings; and as `data.load_dataset` and `training.run`, with their other errors.
       DivergedError: if training or the personal models diverged.
     """
-    out, clock = Path(out), Clock()
+    out = Path(out)
     if tune and host:
         raise ValueError('what is tuned has its examples on the device: tune without host')
     provenance.commit()  # that of the code which runs, whatever is changed meanwhile
     with _checkpoints.holding(out):
         settle(setting, out, resume)
+        provenance.forget_peak()
+        clock = Clock(out / 'seconds.json')
         with clock.part('data'):
             scene = load(setting, data_dir, host)
         with clock.part('tuning') if tune else contextlib.nullcontext():
@@ -170,8 +174,9 @@ def conclude(
     with clock.part('personal'):
         delivered = measure.delivered(done.state)  # once: calibrating takes time
         personal, tuned = measure.personal(done.state, delivered)
-    clock.seconds |= {
-        'compilation': done.compile_seconds or compiled_before(out),
+    seconds = {
+        **clock.seconds,
+        'compilation': done.compile_seconds,
         'rounds': sum(row['seconds'] for row in done.history),
     }
     final = [row for row in done.history if row['round'] > setting.rounds - setting.eval_last]
@@ -183,6 +188,7 @@ def conclude(
         )
     summary = {
         'algorithm': setting.algorithm,
+        'method': dict(recipe.told),
         'dataset': setting.dataset,
         'seed': setting.seed,
         'rounds': setting.rounds,
@@ -195,8 +201,8 @@ def conclude(
         **personal,
         **measure.final(done.state, delivered),
         'rounds_per_second': done.rounds_per_second,
-        'compile_seconds': clock.seconds['compilation'],
-        'seconds': {**clock.seconds, 'total': sum(clock.seconds.values())},
+        'compile_seconds': done.compile_seconds,
+        'seconds': {**seconds, 'total': sum(seconds.values())},
         'padded_work_share': float(np.mean([row['padded_work'] for row in done.history])),
         'broken_clients': int(sum(row['broken'] for row in done.history)),
         'parameters': parameters(done.state),
@@ -210,6 +216,7 @@ def conclude(
             about={'setting': setting.plain()},
         )  # fmt: skip
     write(out / 'config.json', config)  # a resumed run may be longer than it was begun
+    write(out / 'seconds.json', clock.seconds)
     write(out / 'summary.json', summary)
     try:
         picture(setting, recipe, done, out)
@@ -221,10 +228,17 @@ def conclude(
 
 
 class Clock:
-    """Where the time of a run goes. What is measured again adds up."""
+    """Where the time of a run goes, that of its earlier processes included. What is measured again adds up.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    Rounds and compiling are not among it: the history of the training has them.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Goes on from what a file says, if one is given, and keeps it there."""
+        self.path, self.seconds, self._kept = path, dict[str, float](), -math.inf
+        if path is not None and path.exists():
+            with contextlib.suppress(ValueError, TypeError):  # a damaged one is begun anew
+                self.seconds = {name: float(seconds) for name, seconds in known(path).items()}
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -233,7 +247,11 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+            now = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - begun
+            if self.path is not None and now - self._kept > PAUSE:
+                write(self.path, self.seconds)
+                self._kept = now
 
 
 def parameters(state: State) -> dict[str, int]:
@@ -303,13 +321,6 @@ def known(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f'{path} is damaged: choose another directory')
     return content
-
-
-def compiled_before(out: Path) -> float:
-    """What compiling took when the run in `out` was trained, if its summary still tells."""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # a damaged summary is made anew
-        return float(known(out / 'summary.json')['compile_seconds'])
-    return 0.0
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

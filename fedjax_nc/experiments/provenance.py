@@ -1,5 +1,6 @@
 """What a result came from: versions, commit, device, memory."""
 
+import contextlib
 import datetime
 import functools
 import importlib.metadata
@@ -71,16 +72,31 @@ def device() -> str:
     return f'{name}, {os.cpu_count()} cores'
 
 
-def peak_memory() -> dict[str, int]:
-    """The most bytes that this process has held until now, and the most on a device if that tells."""
-    found = {}
-    try:
-        import resource
+HIGH_WATER = Path('/proc/self/clear_refs'), Path('/proc/self/status')
+"""Where Linux forgets the most that a process has held, and tells it."""
 
-        unit = 1 if platform.system() == 'Darwin' else 1024
-        found['peak_process_bytes'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    except ImportError:  # not on Windows
-        pass
+
+def forget_peak() -> None:
+    """From here on `peak_memory` tells of what follows, where the system can: on Linux, and not of devices."""
+    with contextlib.suppress(OSError):
+        HIGH_WATER[0].write_text('5')
+
+
+def peak_memory() -> dict[str, int]:
+    """The most bytes that this process has held since `forget_peak`, and the most on a device if that tells.
+
+    Of the device, and where the system does not forget, since the process began.
+    """
+    found = {}
+    with contextlib.suppress(OSError):
+        if told := re.search(r'^VmHWM:\s*(\d+) kB', HIGH_WATER[1].read_text(), re.MULTILINE):
+            found['peak_process_bytes'] = 1024 * int(told[1])
+    if not found:
+        with contextlib.suppress(ImportError):  # not on Windows
+            import resource
+
+            unit = 1 if platform.system() == 'Darwin' else 1024
+            found['peak_process_bytes'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     stats = jax.devices()[0].memory_stats() or {}
     if 'peak_bytes_in_use' in stats:
         found['peak_device_bytes'] = int(stats['peak_bytes_in_use'])

@@ -33,6 +33,9 @@ from fedjax_nc.experiments.parts import Recipe as Recipe
 from fedjax_nc.experiments.parts import Setup as Setup
 from fedjax_nc.experiments.parts import bare as bare
 from fedjax_nc.experiments.parts import join as join
+from fedjax_nc.experiments.parts import longer as longer
+from fedjax_nc.experiments.parts import plain as plain
+from fedjax_nc.experiments.parts import trained as trained
 from fedjax_nc.local import ClientOptimizer, Plan
 from fedjax_nc.memory import remembering
 from fedjax_nc.objective import objective, transformed
@@ -117,7 +120,8 @@ class Method(NamedTuple):
                 raise
             raise ValueError(f'{self.name} cannot take the options {dict(options)}: {error}') from error
         if personal == 'latest' and recipe.personalize is not None:
-            recipe = Recipe(alg.latest.keep(recipe.train), None, recipe.calibrate, join, recipe.refines)
+            told = recipe.told
+            recipe = Recipe(alg.latest.keep(recipe.train), None, recipe.calibrate, join, recipe.refines, told=told)
         return recipe
 
 
@@ -159,7 +163,7 @@ def shared(factory: Callable[..., Algorithm], **kwargs: Any) -> Callable[[Setup]
         names, several = _takes(factory)
         left_out = set() if several else {'server_opt', 'aggregate', 'aggregate_stats'} - {*names, *s.options}
         given = {name: value for name, value in {**kwargs, **s.common}.items() if name not in left_out}
-        return Recipe(factory(s.task, s.client_opt, **given), s.finetune())
+        return trained(factory, s.task, s.client_opt, **given)._replace(personalize=s.finetune())
 
     return made
 
@@ -184,38 +188,41 @@ def private(factory: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
     Returns:
       What makes its recipe, the `make` of a `Method`.
     """
-    return lambda s: Recipe(alg.latest.keep(factory(s.task, s.client_opt, **s.common)))
+    return lambda s: latest(trained(factory, s.task, s.client_opt, **s.common))
+
+
+def latest(recipe: Recipe) -> Recipe:
+    """The recipe of clients whose personal models are those of their latest local work."""
+    return recipe._replace(train=alg.latest.keep(recipe.train))
 
 
 def ditto_recipe(s: Setup) -> Recipe:
     """Ditto, whose clients keep whole personal models."""
-    return Recipe(alg.ditto.algorithm(s.task, s.client_opt, **{'personal_opt': s.personal_opt, **s.common}))
+    return trained(alg.ditto.algorithm, s.task, s.client_opt, **{'personal_opt': s.personal_opt, **s.common})
 
 
 def fedrep_recipe(s: Setup) -> Recipe:
     """FedRep with as many epochs for the head as for the body."""
-    train = alg.fedrep.algorithm(s.task, s.client_opt, **{'head_epochs': s.plan.epochs, **s.common})
-    return Recipe(alg.latest.keep(train))
+    return latest(trained(alg.fedrep.algorithm, s.task, s.client_opt, **{'head_epochs': s.plan.epochs, **s.common}))
 
 
 def fedproto_recipe(s: Setup) -> Recipe:
     """FedProto, where weighing clients by examples means their class means."""
     weigh = 'counts' if s.weigh == 'examples' else 'holders'
     kwargs = {'weigh': weigh, 'plan': s.plan, **s.options}
-    return Recipe(alg.fedproto.algorithm(s.task, s.client_opt, **kwargs), generic=False)
+    return trained(alg.fedproto.algorithm, s.task, s.client_opt, **kwargs)._replace(generic=False)
 
 
 def solo_recipe(s: Setup) -> Recipe:
     """Local training. Where few clients take part in a round, a falling rate falls for those who do not, too."""
-    return Recipe(alg.solo.algorithm(s.task, s.client_opt, plan=s.plan, **s.options), generic=False)
+    recipe = trained(alg.solo.algorithm, s.task, s.client_opt, plan=s.plan, **s.options)
+    return recipe._replace(generic=False)
 
 
 def feddyn_recipe(s: Setup) -> Recipe:
     """FedDyn, which weighs clients by its penalty: its means are plain."""
-    train = alg.feddyn.algorithm(
-        s.task, s.client_opt, by_examples=s.weigh == 'examples', plan=s.plan, server_opt=s.server_opt, **s.options
-    )
-    return Recipe(train, s.finetune())
+    kwargs = {'by_examples': s.weigh == 'examples', 'plan': s.plan, 'server_opt': s.server_opt, **s.options}
+    return trained(alg.feddyn.algorithm, s.task, s.client_opt, **kwargs)._replace(personalize=s.finetune())
 
 
 def fedprox_recipe(s: Setup) -> Recipe:
@@ -223,8 +230,10 @@ def fedprox_recipe(s: Setup) -> Recipe:
 
     The option `anchored=['head']` holds that part alone, which is the clsprox of CCVR's comparison."""
     kwargs = {'mu': 0.001, 'anchored': None, **s.common}
-    penalty = alg.fedprox.proximal(kwargs.pop('mu'), kwargs.pop('anchored'))
-    return Recipe(alg.fedavg.algorithm(s.task, s.client_opt, penalty=penalty, **kwargs), s.finetune(penalty=penalty))
+    said = {name: kwargs.pop(name) for name in ('mu', 'anchored')}
+    penalty = alg.fedprox.proximal(*said.values())
+    recipe = trained(alg.fedavg.algorithm, s.task, s.client_opt, penalty=penalty, **kwargs)
+    return recipe._replace(personalize=s.finetune(penalty=penalty), told={**plain(said), **recipe.told})
 
 
 def contrasting(factory: Callable[..., Algorithm], project: bool, **kwargs: Any) -> Callable[[Setup], Recipe]:
@@ -243,11 +252,12 @@ def contrasting(factory: Callable[..., Algorithm], project: bool, **kwargs: Any)
     def made(s: Setup) -> Recipe:
         """What `contrasting` makes; `moon_recipe` is MOON with its projection and mu = 1, as in FedETF's comparison."""
         options = {**kwargs, 'project': project, **s.options}
-        if options.pop('project'):
+        if projected := options.pop('project'):
             s = s._replace(model=alg.moon.projected(s.model))
         s = s._replace(options=options)
         seen = alg.moon.prepared(s.task, options.get('preprocess'))
-        return Recipe(factory(s.task, s.client_opt, **s.common), s.finetune(seen))
+        recipe = trained(factory, s.task, s.client_opt, **s.common)
+        return recipe._replace(personalize=s.finetune(seen), told={'project': projected, **recipe.told})
 
     return made
 
@@ -257,7 +267,8 @@ moon_recipe = contrasting(alg.moon.algorithm, project=True, mu=1.0)
 
 def fedrs_recipe(s: Setup) -> Recipe:
     """FedRS; personal models are tuned under the restricted softmax too."""
-    return Recipe(alg.fedrs.algorithm(s.model, s.client_opt, head=s.head, **s.common), s.finetune())
+    recipe = trained(alg.fedrs.algorithm, s.model, s.client_opt, head=s.head, **s.common)
+    return recipe._replace(personalize=s.finetune())
 
 
 def ratioloss_recipe(s: Setup) -> Recipe:
@@ -273,24 +284,24 @@ def ratioloss_recipe(s: Setup) -> Recipe:
         raise ValueError('ratioloss needs examples of every class on the server: pass auxiliary=recipes.auxiliary(...)')
     cap = s.auxiliary.num_classes
     kwargs = {'auxiliary': s.auxiliary, 'cap': cap, 'head': s.head, **s.common}
-    train = alg.ratioloss.algorithm(s.model, s.client_opt, **kwargs)
-    return Recipe(train, s.finetune(alg.ratioloss.weighing(s.task)))
+    recipe = trained(alg.ratioloss.algorithm, s.model, s.client_opt, **kwargs)
+    return recipe._replace(personalize=s.finetune(alg.ratioloss.weighing(s.task)))
 
 
 def fedbabu_recipe(s: Setup) -> Recipe:
     """FedBABU, whose personal models have the final body."""
-    train = alg.fedbabu.algorithm(s.task, s.client_opt, **s.common)
-    return Recipe(train, alg.fedbabu.personalize(s.task, s.client_opt, plan=s.plan))
+    recipe = trained(alg.fedbabu.algorithm, s.task, s.client_opt, **s.common)
+    return recipe._replace(personalize=alg.fedbabu.personalize(s.task, s.client_opt, plan=s.plan))
 
 
 def creff_recipe(s: Setup) -> Recipe:
     """CReFF: the generic model has the re-trained head, personal ones begin with the averaged one, as FedAvg's do."""
-    train, stage = alg.creff.algorithm(s.model, s.client_opt, **s.common), s.finetune()
+    recipe, stage = trained(alg.creff.algorithm, s.model, s.client_opt, **s.common), s.finetune()
 
     def predict(server: Any, client: Any, x: Array) -> Array:
-        return (train if client is None else stage).predict(server, client, x)
+        return (recipe.train if client is None else stage).predict(server, client, x)
 
-    return Recipe(train, stage._replace(predict=predict))
+    return recipe._replace(personalize=stage._replace(predict=predict))
 
 
 def fedrod_recipe(s: Setup) -> Recipe:
@@ -303,23 +314,26 @@ def fedrod_recipe(s: Setup) -> Recipe:
         kwargs['personal'] = alg.fedrod.linear('generic' if s.learned else 'zeros')
     elif kwargs['personal'] == 'hyper':
         kwargs['personal'] = alg.fedrod.hyper()
-    return Recipe(alg.latest.keep(alg.fedrod.algorithm(s.model, s.client_opt, **kwargs)))
+    return latest(trained(alg.fedrod.algorithm, s.model, s.client_opt, **kwargs))
 
 
 def fedetf_recipe(s: Setup) -> Recipe:
     """FedETF with both stages of personalisation, 20 turns of classifier and projection."""
-    train = alg.fedetf.algorithm(s.model, s.client_opt, **{'dim': s.dim, 'scale': s.scale, **s.common})
-    return Recipe(train, alg.fedetf.personalize(s.model, s.client_opt, plan=s.plan))
+    recipe = trained(alg.fedetf.algorithm, s.model, s.client_opt, **{'dim': s.dim, 'scale': s.scale, **s.common})
+    told = {**recipe.told, 'dim': s.dim or 'number of classes'} if 'dim' not in s.options else recipe.told
+    return recipe._replace(personalize=alg.fedetf.personalize(s.model, s.client_opt, plan=s.plan), told=told)
 
 
 def fedetf_gmv_recipe(s: Setup) -> Recipe:
     """FedAvg_ETF whose memory acts in the last two fifths of the rounds; one more local update makes it personal.
 
     The option `scale` is the length of the ETF's columns."""
-    options = dict(s.common)
-    head = bare(frames.simplex_etf, options.pop('scale')) if 'scale' in options else s.head
-    train = alg.fedetf_gmv.algorithm(s.model, s.client_opt, **{'warm': round(0.6 * s.rounds), 'head': head, **options})
-    return Recipe(train, s.finetune(remembering(objective(s.model, head, s.loss))))
+    options = {'warm': round(0.6 * s.rounds), 'scale': 1.0, **s.common}
+    scale = options.pop('scale')
+    head = bare(frames.simplex_etf, scale) if 'scale' in s.options else s.head
+    recipe = trained(alg.fedetf_gmv.algorithm, s.model, s.client_opt, head=head, **options)
+    personal = s.finetune(remembering(objective(s.model, head, s.loss)))
+    return recipe._replace(personalize=personal, told={**recipe.told, 'scale': plain(scale)})
 
 
 def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
@@ -338,7 +352,7 @@ def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Rec
         options = {'scale': s.scale, **s.common}
         if isinstance(init := options.get('init'), str):
             options['init'] = functools.partial(frames.uniform, method=init)
-        return Recipe(method(s.model, s.client_opt, **options), s.finetune())
+        return trained(method, s.model, s.client_opt, **options)._replace(personalize=s.finetune())
 
     return made
 
@@ -357,8 +371,7 @@ def ccvr_recipe(s: Setup) -> Recipe:
     bases = {'fedavg': shared(alg.fedavg.algorithm), 'fedprox': fedprox_recipe, 'moon': moon_recipe}
     if base not in bases:
         raise ValueError(f'ccvr calibrates {", ".join(bases)}, not {base!r}')
-    train = bases[base](s._replace(options=options)).train
-    task = s.task
+    recipe, task = bases[base](s._replace(options=options)), s.task
     if base == 'moon':
         body = alg.moon.projected(s.model) if options.get('project', True) else s.model
         task = alg.moon.prepared(objective(body, s.head, s.loss), options.get('preprocess'))
@@ -369,29 +382,39 @@ def ccvr_recipe(s: Setup) -> Recipe:
     def oracle(key: Array, state: State, data: FederatedData) -> State:
         return state._replace(server=alg.ccvr.oracle(key, task, state.server, data))
 
-    return Recipe(train, personal, calibrate, refines=True, oracle=(train, oracle))
+    said = {'base': base, 'samples': samples, 'transform': psi}
+    return recipe._replace(
+        personalize=personal, calibrate=calibrate, refines=True, oracle=(recipe.train, oracle),
+        told={**plain(said), **recipe.told},
+    )  # fmt: skip
 
 
 def fedloge_recipe(s: Setup) -> Recipe:
     """FedLoGe: the generic model is the globally realigned one, personal models are the locally realigned ones.
 
-    The option `frame` is one of `FRAMES`.
+    The option `frame` is one of `FRAMES`, whose columns the option `length` makes so many times as long. With the
+    option `project=True` an affine layer of as many dimensions as the features have comes between model and heads.
 
     Raises:
-      ValueError: for another `frame`.
+      ValueError: for another `frame`, or a `length` out of range.
     """
-    options = dict(s.common)
-    if 'frame' in options:
-        if options['frame'] not in FRAMES:
-            raise ValueError(f'frame must be one of {", ".join(FRAMES)}, not {options["frame"]!r}')
-        options['frame'] = FRAMES[options['frame']]
+    options = {'frame': 'sparse_etf', 'length': 1.0, 'project': False, **s.common}
+    frame, length, project = (options.pop(name) for name in ('frame', 'length', 'project'))
+    if frame not in FRAMES:
+        raise ValueError(f'frame must be one of {", ".join(FRAMES)}, not {frame!r}')
+    checks.number('length', length, open_low=True)
+    made = FRAMES[frame] if length == 1 else functools.partial(longer, frame=FRAMES[frame], length=length)
+    if project:
+        s = s._replace(model=alg.moon.projected(s.model, None, hidden=False))
 
     def enter(stage: Algorithm, key: Array, state: State, data: FederatedData) -> State:
         return alg.fedloge.stage_state(state)
 
     realign = functools.partial(alg.fedloge.realign, s.model, s.client_opt, plan=s.plan)
     variants = {'released': realign(mode='released'), 'tuned': realign(finetune_epochs=15)}
-    return Recipe(alg.fedloge.algorithm(s.model, s.client_opt, **options), realign(), None, enter, True, variants)
+    recipe = trained(alg.fedloge.algorithm, s.model, s.client_opt, frame=made, **options)
+    told = {**recipe.told, 'frame': frame, 'length': length, 'project': project}
+    return recipe._replace(personalize=realign(), enter=enter, refines=True, variants=variants, told=told)
 
 
 _CE, _BALANCED = ('cross_entropy',), ('balanced_softmax',)

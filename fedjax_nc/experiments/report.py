@@ -10,7 +10,7 @@ import csv
 import io
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ import numpy as np
 from scipy import stats
 
 from fedjax_nc import _checkpoints
-from fedjax_nc.experiments import figures, runner
-from fedjax_nc.experiments.figures import Found, sound
+from fedjax_nc.experiments import costs, figures, runner
+from fedjax_nc.experiments.costs import Cost, Found, mean
 from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Study
 
@@ -27,14 +27,6 @@ TEX = {
     **{char: f'\\{char}' for char in '&%_#${}'},
     '\\': '\\textbackslash{}', '^': '\\textasciicircum{}', '~': '\\textasciitilde{}',
 }  # fmt: skip
-
-
-class Mean(NamedTuple):
-    """Over seeds."""
-
-    mean: float
-    std: float  #: NaN for one seed
-    seeds: int
 
 
 class Difference(NamedTuple):
@@ -46,28 +38,43 @@ class Difference(NamedTuple):
     pairs: int
 
 
-def write(study: Study, out: str | Path, target: float | None = None) -> Path:
+def write(
+    study: Study,
+    out: str | Path,
+    target: float | None = None,
+    *,
+    rows: Sequence[str] | None = None,
+    scenes: Sequence[str] | None = None,
+) -> Path:
     """Writes the report of all finished runs, and returns its folder.
 
-    That is `out/NAME`, at other scales than `full` `out/NAME-SCALE`, with `report.md`, `report.tex`, `table.csv`,
-    `runs.csv` and figures; without matplotlib a warning instead of these.
+    That is `out/NAME`, at other scales than `full` `out/NAME-SCALE`, and of a part `-part` more, with `report.md`,
+    `report.tex`, `table.csv`, `costs.csv`, `runs.csv` and figures; without matplotlib a warning instead of these. Rows
+    without a finished run or a published number are left out.
 
     Args:
-      study: whose finished runs in `out` are told.
+      study: whose finished runs in `out` are told. Its baseline is compared with whether it is among the rows or not.
       out: as for `runner.carry_out`.
       target: accuracy in percent to which rounds are counted; by default the baseline's mean of each scene.
+      rows: the methods of a part; all by default.
+      scenes: the scenes of a part; all by default.
 
     Raises:
-      ValueError: if no run is finished.
+      ValueError: if no run is finished, or for a name that the study does not have.
     """
     found = gather(study, out)
-    if not any(found.values()):
+    told = study.some(rows, scenes)
+    ours = {cell: runs for cell, runs in found.items() if cell[0] in told.methods and cell[1] in told.scenes}
+    if not any(ours.values()):
         why = f': {"; ".join(study.unavailable.values())}' if study.unavailable and not study.runs else ''
         raise ValueError(f'no run of {study.name} is finished in {out}{why or ": carry it out first"}')
-    folder = Path(out) / (study.name if study.scale == 'full' else f'{study.name}-{study.scale}')
+    known = {method for (method, _), runs in ours.items() if runs} | {method for method, _ in told.published}
+    told = told.some([method for method in told.methods if method in known])
+    part = '' if rows is None and scenes is None else '-part'
+    folder = Path(out) / f'{study.name if study.scale == "full" else f"{study.name}-{study.scale}"}{part}'
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        drawn = dict(figures.of(study, found))
+        drawn = dict(figures.of(told, found, target))
     except ImportError as missing:
         warnings.warn(f'{folder} gets no figures: {missing}', stacklevel=2)
         drawn = {}
@@ -78,10 +85,11 @@ def write(study: Study, out: str | Path, target: float | None = None) -> Path:
     for name, figure in drawn.items():
         figure.savefig(folder / f'{name}.png', dpi=150)
     texts = {
-        'report.md': markdown(study, found, list(drawn), target),
-        'report.tex': latex(study, found),
-        'table.csv': comma(table_rows(study, found)),
-        'runs.csv': comma(run_rows(study, found)),
+        'report.md': markdown(told, found, ours, list(drawn), target),
+        'report.tex': latex(told, found, target),
+        'table.csv': comma(table_rows(told, found)),
+        'costs.csv': comma(cost_rows(told, found, target)),
+        'runs.csv': comma(run_rows(ours)),
     }
     for name, text in texts.items():
         _checkpoints.replace(folder / name, text)
@@ -103,14 +111,6 @@ def values(study: Study, found: Found, method: str, scene: str, heading: str) ->
     name = study.metric(method, heading)
     numbers = {seed: runner.value(summary, name) for seed, summary in found.get((method, scene), {}).items()}
     return {seed: number for seed, number in numbers.items() if math.isfinite(number)}
-
-
-def mean(numbers: Iterable[float]) -> Mean:
-    """Mean and standard deviation over seeds."""
-    row = np.array(list(numbers), float)
-    if not row.size:
-        return Mean(math.nan, math.nan, 0)
-    return Mean(float(row.mean()), float(row.std(ddof=1)) if row.size > 1 else math.nan, row.size)
 
 
 def difference(numbers: Mapping[int, float], baseline: Mapping[int, float]) -> Difference:
@@ -143,7 +143,7 @@ def table_rows(study: Study, found: Found) -> list[dict[str, Any]]:
     return rows
 
 
-def run_rows(study: Study, found: Found) -> list[dict[str, Any]]:
+def run_rows(found: Found) -> list[dict[str, Any]]:
     """A row for each finished run, with all single numbers of its summary."""
     rows: list[dict[str, Any]] = []
     for (method, scene), cell in found.items():
@@ -189,9 +189,9 @@ def cells(study: Study, found: Found, method: str, scene: str, plus: str = '±')
         yield ours, cell(name, *theirs, plus)
 
 
-def markdown(study: Study, found: Found, drawn: list[str], target: float | None = None) -> str:
-    """The report as Markdown."""
-    seeds = ', '.join(map(str, study.seeds))
+def markdown(study: Study, found: Found, ours: Found, drawn: list[str], target: float | None = None) -> str:
+    """The report as Markdown: of the study's rows among `ours`, with a baseline from all that was found."""
+    seeds = ', '.join(str(seed) for seed in study.seeds if any(seed in runs for runs in ours.values()))
     lines = [f'# {study.title}', '']
     lines += [f'Published: {study.source}.', ''] if study.source else []
     scale = f'Scale: {study.scale}. {study.about}'.strip()
@@ -201,23 +201,23 @@ def markdown(study: Study, found: Found, drawn: list[str], target: float | None 
         if scene in study.unavailable:
             lines += [f'Not run: {study.unavailable[scene]}', '']
         lines += [as_run(study, scene), '', *scene_table(study, found, scene), '']
-        lines += [*difference_table(study, found, scene), '', *cost_table(study, found, scene, target), '']
+        lines += [*difference_table(study, found, scene), '', *cost_table(costs.of(study, found, scene, target)), '']
     lines += [f'![{name}]({name}.png)\n' for name in drawn]
     missing = [
         f'{method}{", " + scene if scene else ""}: seeds {", ".join(map(str, lacking))}'
-        for (method, scene), done in found.items()
+        for (method, scene), done in ours.items()
         if (lacking := [seed for seed in study.seeds if seed not in done])
     ]
     lost = [
         f'{method}{", " + scene if scene else ""}, seed {seed}: {summary["diverged"]}'
-        for (method, scene), done in found.items()
+        for (method, scene), done in ours.items()
         for seed, summary in done.items()
         if 'diverged' in summary
     ]
     for heading, said in (('Not finished', missing), ('Diverged', lost)):
         lines += [f'{heading}:', '', *(f'- {line}' for line in said), ''] if said else []
     lines += ['Notes:', '', *(f'- {note}' for note in study.notes), ''] if study.notes else []
-    lines += ['Made with:', '', *(f'- {line}' for line in made_with(found)), '']
+    lines += ['Made with:', '', *(f'- {line}' for line in made_with(ours)), '']
     return '\n'.join(lines).replace('\n\n\n', '\n\n')
 
 
@@ -251,23 +251,26 @@ def barred(text: str) -> str:
     return text.replace('|', '\\|')
 
 
+def gained(study: Study, found: Found, method: str, scene: str) -> list[str]:
+    """What a row has more than the baseline, seed by seed, under each heading; nothing where there is no pair."""
+    row = []
+    for heading in study.metrics:
+        base = values(study, found, study.baseline, scene, heading)
+        gain = difference(values(study, found, method, scene, heading), base)
+        name = study.metric(method, heading)
+        text = '' if math.isnan(gain.mean) else f'{"+" * (gain.mean >= 0)}{runner.shown(name, gain.mean)}'
+        if math.isfinite(gain.low):
+            text += f' [{runner.shown(name, gain.low)}, {runner.shown(name, gain.high)}]'
+        if 0 < gain.pairs < max(map(len, found.values())):
+            text += f' ({gain.pairs} pair{"s" * (gain.pairs > 1)})'
+        row.append(text)
+    return row
+
+
 def difference_table(study: Study, found: Found, scene: str) -> list[str]:
     """Differences to the baseline, seed by seed; nothing where there is no pair."""
-    lines = []
-    for method in study.methods:
-        row = []
-        for heading in study.metrics:
-            base = values(study, found, study.baseline, scene, heading)
-            gain = difference(values(study, found, method, scene, heading), base)
-            name = study.metric(method, heading)
-            text = '' if math.isnan(gain.mean) else f'{"+" * (gain.mean >= 0)}{runner.shown(name, gain.mean)}'
-            if math.isfinite(gain.low):
-                text += f' [{runner.shown(name, gain.low)}, {runner.shown(name, gain.high)}]'
-            if 0 < gain.pairs < max(map(len, found.values())):
-                text += f' ({gain.pairs} pair{"s" * (gain.pairs > 1)})'
-            row.append(text)
-        if method != study.baseline and any(row):
-            lines.append(f'| {barred(method)} | {" | ".join(row)} |')
+    rows = [(method, gained(study, found, method, scene)) for method in study.methods if method != study.baseline]
+    lines = [f'| {barred(method)} | {" | ".join(row)} |' for method, row in rows if any(row)]
     if not lines:
         return []
     headings = ' | '.join(map(barred, study.metrics))
@@ -275,54 +278,60 @@ def difference_table(study: Study, found: Found, scene: str) -> list[str]:
     return [heads, '|---|' + '---:|' * len(study.metrics), *lines]
 
 
-def cost_table(study: Study, found: Found, scene: str, target: float | None) -> list[str]:
-    """Last round beside the mean of the last, rounds to an accuracy, bytes and time of each method.
+def cost_cells(cost: Cost, plus: str = '±') -> list[str]:
+    """What a row says of its cost, but for its name; no rounds where there is no accuracy to count them to."""
+    rounds = [] if math.isnan(cost.goal) else [reached(cost)]
+    return [
+        cell('accuracy', *cost.last[:2], plus), cell('accuracy', *cost.several[:2], plus), *rounds,
+        f'{cost.parameters:,}', f'{size(cost.down)} / {size(cost.up)}', size(cost.whole), f'{cost.minutes:.3g}',
+    ]  # fmt: skip
 
-    Accuracies are those of generic models; methods without one have none here, nor have rows that look at another model
-    of a run than the one it ends with, as before calibration.
-    """
-    goal = target
-    if goal is None and study.apart(study.baseline):
-        goal = math.nan
-    elif goal is None:
-        base = sound(found.get((study.baseline, scene), {}))
-        ends = [last(summary)[1] for summary in base if 'global_accuracy' in summary]
-        goal = float(np.mean(ends)) if ends else math.nan
-    lines = []
-    for method in study.methods:
-        done = sound(found.get((method, scene), {}))
-        runs = [summary for summary in done if {'bytes', 'parameters'} <= set(summary)]
-        if not runs:
-            continue
-        name = barred(method) + (f' ({len(runs)} of {len(done)} runs)' if len(runs) < len(done) else '')
-        took = final = several = ''
-        if not study.apart(method) and all('global_accuracy' in summary for summary in runs):
-            final, several = (cell('accuracy', *mean(last(s)[i] for s in runs)[:2]) for i in (0, 1))
-            reached = [runner.value(s, f'{runner.TO}{goal / 100}') for s in runs]
-            there = [rounds for rounds in reached if math.isfinite(rounds)]
-            part = f'{len(there)} of {len(runs)}' if len(there) < len(runs) else ''
-            took = f'{np.mean(there):.0f}' if there else f'{part} runs'
-            took += f' ({part})' if there and part else ''
-        down, up, whole = (
-            np.mean([pick(s['bytes']) for s in runs])
-            for pick in (lambda b: b['client_down'], lambda b: b['client_up'], lambda b: b['down'] + b['up'])
-        )
-        minutes = np.mean([s['seconds']['total'] for s in runs]) / 60
-        traffic = [f'{size(down)} / {size(up)}', size(whole)]
-        row = [name, final, several, *([took] if math.isfinite(goal) else [])]
-        row += [f'{runs[0]["parameters"]["total"]:,}', *traffic, f'{minutes:.3g}']
-        lines.append(f'| {" | ".join(row)} |')
-    if not lines:
+
+def reached(cost: Cost) -> str:
+    """Rounds to the accuracy that they are counted to, and how many runs reached it if not all did."""
+    if not cost.several.seeds:
+        return ''
+    part = f'{cost.rounds.seeds} of {cost.runs}' if cost.rounds.seeds < cost.runs else ''
+    if not cost.rounds.seeds:
+        return f'{part} runs'
+    return f'{cost.rounds.mean:.0f}' + f' ({part})' * bool(part)
+
+
+def cost_heads(told: list[Cost]) -> list[str]:
+    """Headings of what `cost_cells` says."""
+    goal = told[0].goal
+    return ['last round', 'mean of the last', *([] if math.isnan(goal) else [f'rounds to {goal:.1f} %']),
+            'parameters', 'client down / up a round', 'all rounds', 'minutes']  # fmt: skip
+
+
+def cost_name(cost: Cost) -> str:
+    """The method, and how many of its runs tell what they cost if not all do."""
+    return cost.method + f' ({cost.runs} of {cost.done} runs)' * (cost.runs < cost.done)
+
+
+def cost_table(told: list[Cost]) -> list[str]:
+    """Last round beside the mean of the last, rounds to an accuracy, bytes and time of each method."""
+    if not told:
         return []
-    heads = ['', 'last round', 'mean of the last', *([f'rounds to {goal:.1f} %'] if math.isfinite(goal) else []),
-             'parameters', 'client down / up a round', 'all rounds', 'minutes']  # fmt: skip
-    return [f'| {" | ".join(heads)} |', '|---|' + '---:|' * (len(heads) - 1), *lines]
+    heads = cost_heads(told)
+    lines = [f'| {" | ".join(["", *heads])} |', '|---|' + '---:|' * len(heads)]
+    return lines + [f'| {" | ".join([barred(cost_name(cost)), *cost_cells(cost)])} |' for cost in told]
 
 
-def last(summary: Mapping[str, Any]) -> tuple[float, float]:
-    """Accuracy in percent of the generic model in the last round, and its mean over the last ones."""
-    names = [name for name in summary if name.startswith('global_accuracy_last')]
-    return runner.value(summary, 'global_accuracy'), runner.value(summary, names[0]) if names else math.nan
+def cost_rows(study: Study, found: Found, target: float | None) -> list[dict[str, Any]]:
+    """A row for each method and scene, with what it cost in plain numbers."""
+    rows = []
+    for scene in study.scenes:
+        for cost in costs.of(study, found, scene, target):
+            rows.append({
+                'method': cost.method, 'scene': scene, 'runs': cost.runs,
+                'last': cost.last.mean, 'last_std': cost.last.std,
+                'last_several': cost.several.mean, 'last_several_std': cost.several.std,
+                'goal': cost.goal, 'rounds_to_goal': cost.rounds.mean, 'runs_at_goal': cost.rounds.seeds,
+                'parameters': cost.parameters, 'client_down': cost.down, 'client_up': cost.up, 'bytes': cost.whole,
+                'minutes': cost.minutes,
+            })  # fmt: skip
+    return rows
 
 
 def size(count: float) -> str:
@@ -351,23 +360,46 @@ def made_with(found: Found) -> list[str]:
     return sorted(set(said))
 
 
-def latex(study: Study, found: Found) -> str:
-    """The main tables for LaTeX with the package booktabs; published numbers are in the second line of a row."""
+def latex(study: Study, found: Found, target: float | None = None) -> str:
+    """The tables for LaTeX with the package booktabs: the main one, differences, and costs.
 
-    def escaped(text: str) -> str:
-        text = ''.join(TEX.get(char, char) for char in text)
-        return text.replace('±', '$\\pm$')
-
+    Published numbers are in the second line of a row.
+    """
     scenes = [scene for scene in study.scenes if scene not in study.unavailable]
-    columns = len(scenes) * len(study.metrics)
-    lines = [f'% {study.title}', f'\\begin{{tabular}}{{l{"r" * columns}}}', '\\toprule']
-    if scenes != ['']:
-        groups = (f'\\multicolumn{{{len(study.metrics)}}}{{c}}{{{escaped(scene)}}}' for scene in scenes)
-        lines.append(f' & {" & ".join(groups)} \\\\')
-    lines += [f' & {" & ".join(escaped(heading) for _ in scenes for heading in study.metrics)} \\\\', '\\midrule']
+    heads = [heading for _ in scenes for heading in study.metrics]
+    groups = [(scene, len(study.metrics)) for scene in scenes if scene]
+    rows, gains = [], []
     for method in study.methods:
         pairs = [pair for scene in scenes for pair in cells(study, found, method, scene)]
-        lines.append(f'{escaped(method)} & {" & ".join(escaped(ours) for ours, _ in pairs)} \\\\')
+        rows.append((method, [ours for ours, _ in pairs]))
         if any(theirs for _, theirs in pairs):
-            lines.append(f'\\quad published & {" & ".join(escaped(theirs) for _, theirs in pairs)} \\\\')
-    return '\n'.join([*lines, '\\bottomrule', '\\end{tabular}', ''])
+            rows.append(('', [theirs for _, theirs in pairs]))
+        gain = [text for scene in scenes for text in gained(study, found, method, scene)]
+        if method != study.baseline and any(gain):
+            gains.append((method, gain))
+    lines = [f'% {study.title}', *tabular(groups, heads, rows)]
+    if gains:
+        lines += ['', f'% Less {study.baseline}, same seed, with the 95 % interval', *tabular(groups, heads, gains)]
+    for scene in scenes:
+        if told := costs.of(study, found, scene, target):
+            lines += ['', f'% Cost{f", {scene}" if scene else ""}']
+            lines += tabular([], cost_heads(told), [(cost_name(cost), cost_cells(cost)) for cost in told])
+    return '\n'.join([*lines, ''])
+
+
+def tabular(groups: list[tuple[str, int]], heads: list[str], rows: list[tuple[str, list[str]]]) -> list[str]:
+    """One table for LaTeX; a row without a name has what was published for the row before it."""
+    lines = [f'\\begin{{tabular}}{{l{"r" * len(heads)}}}', '\\toprule']
+    if groups:
+        spans = (f'\\multicolumn{{{width}}}{{c}}{{{escaped(name)}}}' for name, width in groups)
+        lines.append(f' & {" & ".join(spans)} \\\\')
+    lines += [f' & {" & ".join(map(escaped, heads))} \\\\', '\\midrule']
+    for name, row in rows:
+        first = escaped(name) if name else '\\quad published'
+        lines.append(f'{first} & {" & ".join(map(escaped, row))} \\\\')
+    return [*lines, '\\bottomrule', '\\end{tabular}']
+
+
+def escaped(text: str) -> str:
+    """A text as LaTeX prints it."""
+    return ''.join(TEX.get(char, char) for char in text).replace('±', '$\\pm$')

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_nc import _checkpoints, _progress, data, training
-from fedjax_nc.experiments import geometry, pipeline, seeds
+from fedjax_nc.experiments import geometry, pipeline, scene, seeds
 from fedjax_nc.experiments.geometry import Geometry
 from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Run, Study
 
 TO = 'rounds_to:'
 ROUNDING = 1e-4  # percent: accuracies are shares in float32, and 0.9 of those is less than 0.9
+Watch = Callable[[Run, Path], contextlib.AbstractContextManager[training.OnRound]]
+"""What makes a tracker for a run and its folder."""
 FILES = ('config.json', 'summary.json', 'metrics.jsonl')
 
 
@@ -32,6 +34,7 @@ def carry_out(
     data_dir: str | Path | None = None,
     together: bool = True,
     tune: bool = False,
+    watch: Watch | None = None,
     show: bool = True,
 ) -> list[Run]:
     """Runs all of a study that is missing, seed by seed. It may be killed and called again.
@@ -48,6 +51,8 @@ def carry_out(
       data_dir: where data sets lie or are put.
       together: whether small runs that differ in their seed alone are trained by one program, see `seeds`.
       tune: whether each run that is begun alone first measures how its rounds are fastest, see `pipeline.run`.
+      watch: makes a tracker for each run that is trained, from the run and its folder; entered by `with`, as
+        `lambda run, folder: watch.tensorboard(folder / 'tensorboard')` is. No runs are trained together then.
       show: whether lines and bars are shown.
 
     Returns:
@@ -60,8 +65,12 @@ def carry_out(
     """
     left = [run for run in distinct(study.runs) if summary(run, out) is None]
     told, missing, trouble = Teller(study, out, show), list[Run](), None
+    for runs, error in refused(left, out, data_dir):  # before hours have been spent on others
+        told.left_out(runs, error)
+        missing, trouble = missing + runs, trouble or error
+    left = [run for run in left if run not in missing]
     while left:
-        group = alike(left[0], left, out) if together else left[:1]
+        group = alike(left[0], left, out) if together and watch is None else left[:1]
         left = [run for run in left if run not in group]
         with contextlib.ExitStack() as held:
             ours = []
@@ -73,7 +82,7 @@ def carry_out(
                     missing.append(run)
             begun = time.perf_counter()
             try:
-                found = perform(ours, out, data_dir, tune, show and _progress.live())
+                found = perform(ours, out, data_dir, tune, watch, show and _progress.live())
             except training.CheckpointError as error:  # of one run: others can go on
                 warnings.warn(f'{where(ours[0], out)}: {error}; this run is left out', stacklevel=2)
                 missing += ours
@@ -87,6 +96,29 @@ def carry_out(
     if trouble and not told.seconds:
         raise trouble
     return missing
+
+
+def refused(
+    runs: Sequence[Run], out: str | Path, data_dir: str | Path | None
+) -> Iterator[tuple[list[Run], ValueError | data.DatasetUnavailableError]]:
+    """Runs not begun that cannot be: their data cannot be had or cut so, or do not fit the method. Trains nothing."""
+    scenes: dict[str, list[tuple[Run, Setting]]] = {}
+    for run in runs:
+        if isinstance(run.setting, Setting) and not (where(run, out) / 'config.json').exists():
+            scenes.setdefault(scene.key(run.setting), []).append((run, run.setting))
+    known: dict[str, ValueError | None] = {}  # methods fit the data of all seeds, or of none
+    for several in scenes.values():
+        try:
+            loaded = scene.load(several[0][1], data_dir)
+        except (ValueError, data.DatasetUnavailableError) as error:
+            yield [run for run, _ in several], error
+            continue
+        for run, setting in several:
+            name = dataclasses.replace(setting, seed=0).name
+            if name not in known:
+                known[name] = scene.misfit(setting, loaded)
+            if (problem := known[name]) is not None:
+                yield [run], problem
 
 
 def alike(run: Run, left: Sequence[Run], out: str | Path) -> list[Run]:
@@ -103,7 +135,7 @@ def alike(run: Run, left: Sequence[Run], out: str | Path) -> list[Run]:
 
 
 def perform(
-    runs: Sequence[Run], out: str | Path, data_dir: str | Path | None, tune: bool, show: bool
+    runs: Sequence[Run], out: str | Path, data_dir: str | Path | None, tune: bool, watch: Watch | None, show: bool
 ) -> dict[str, dict[str, Any]]:
     """Carries out runs that go together, and returns their summaries by name; one that diverged says so."""
     found: dict[str, dict[str, Any]] = {}
@@ -123,10 +155,12 @@ def perform(
         (run,) = fresh
         if isinstance(run.setting, Geometry):
             return {run.setting.name: geometry.run(run.setting, where(run, out))}
+        folder = where(run, out)
         try:
-            result = pipeline.run(
-                run.setting, where(run, out), data_dir=data_dir, resume=True, tune=tune, progress=show
-            )
+            with contextlib.nullcontext() if watch is None else watch(run, folder) as on_round:
+                result = pipeline.run(
+                    run.setting, folder, data_dir=data_dir, resume=True, tune=tune, on_round=on_round, progress=show
+                )
         except training.DivergedError as error:
             result = diverged(run, out, error)
         found[run.setting.name] = result

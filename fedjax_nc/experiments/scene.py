@@ -1,14 +1,16 @@
 """From a setting to its data and its method."""
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from fedjax_nc import data, local, models, tuning
+from fedjax_nc import data, local, models, simulate, tuning
 from fedjax_nc.base import FederatedData
 from fedjax_nc.data import hub, images
 from fedjax_nc.data.partition import Parts
@@ -19,8 +21,36 @@ ETF: dict[str, dict[str, Any]] = {
     'cnn': {'dim': 64, 'scale': 10.0}
 }  # FedETF's frame and first temperature; C and 1 for the other models
 
+OF_DATA = (
+    'dataset', 'loading', 'max_examples', 'imbalance', 'clients', 'partition', 'alpha', 'classes_per_client',
+    'most_classes', 'exponent', 'features', 'noise', 'tests', 'test_share', 'seed',
+)  # fmt: skip
+"""Settings that `load` looks at."""
+
 Scene = tuple[data.Dataset, FederatedData, FederatedData]
 """The data set, the clients' training data and their local tests."""
+
+
+def check(setting: Setting) -> None:
+    """Raises ValueError for a head, loss, server optimizer or option that the method does not have; needs no data."""
+    x, y = np.zeros((2, 1), np.float32), np.arange(2, dtype=np.int32)
+    build(setting, data.Dataset(x, y, x, y, 2, 'stand-in'))
+
+
+def misfit(setting: Setting, scene: Scene) -> ValueError | None:
+    """What a method raises on its data, as far as that shows without computing: its first model is made of shapes."""
+    dataset, train, _ = scene
+    try:
+        recipe = build(setting, dataset)
+        jax.eval_shape(lambda key: simulate.init(recipe.train, key, train), jax.random.key(0))
+    except ValueError as error:
+        return error
+    return None
+
+
+def key(setting: Setting) -> str:
+    """What the data of a run depend on, as text: runs that have it in common have one scene."""
+    return json.dumps({name: value for name, value in setting.plain().items() if name in OF_DATA}, sort_keys=True)
 
 
 def load(setting: Setting, data_dir: str | Path | None = None, host: bool = False) -> Scene:

@@ -20,7 +20,7 @@ import numpy as np
 from fedjax_nc import _checkpoints, _training, simulate, training
 from fedjax_nc._progress import Progress
 from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
-from fedjax_nc.experiments import pipeline
+from fedjax_nc.experiments import pipeline, provenance
 from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.pipeline import Clock
 from fedjax_nc.experiments.scene import Scene, build, load
@@ -77,6 +77,7 @@ def run(
             held.enter_context(_checkpoints.holding(folder))
             if _checkpoints.Files(folder).begun():
                 raise ValueError(f'{folder} already holds a run: choose another directory')
+        provenance.forget_peak()
         with clock.part('data'):
             alone = [load(setting, data_dir) for setting in settings]
             scenes = alike(alone)
@@ -132,7 +133,8 @@ def train(
                 if i in stopped:
                     continue
                 one = jax.tree.map(lambda u, i=i: u[i : i + 1], reports)
-                new, trouble = _training.rows(one, t, seconds, measure.train)
+                times = {'seconds': seconds, **({} if t else {'compile_seconds': compiling})}
+                new, trouble = _training.rows(one, t, times, measure.train)
                 if trouble:
                     stopped[i] = training.DivergedError(trouble)
                     continue

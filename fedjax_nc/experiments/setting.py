@@ -13,8 +13,9 @@ from typing import Any, Self
 
 import flax.linen as nn
 import numpy as np
+import tomli_w
 
-from fedjax_nc import checks, data, models
+from fedjax_nc import _checkpoints, checks, data, models
 from fedjax_nc.data import images
 from fedjax_nc.data.partition import Parts
 from fedjax_nc.experiments import recipes
@@ -86,7 +87,7 @@ SERVERS = {name: inspect.signature(make).parameters for name, make in recipes.SE
 
 
 class Plain:
-    """A dataclass that is plain data: read from JSON or TOML, written as JSON, named by what it says."""
+    """A dataclass that is plain data: read from JSON or TOML, written as either, named by what it says."""
 
     def plain(self) -> dict[str, Any]:
         """All fields, as JSON can hold them."""
@@ -118,6 +119,16 @@ class Plain:
         names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         return cls.of({name: value for name, value in plain.items() if name in names})
 
+    def write(self, path: str | Path) -> None:
+        """Writes all fields as TOML or JSON, by the end of the file's name; the file is there whole or as it was.
+
+        Raises:
+          OSError: if it cannot be written.
+        """
+        path = Path(path)
+        written = tomli_w.dumps(self.plain()) if path.suffix == '.toml' else json.dumps(self.plain(), indent=2) + '\n'
+        _checkpoints.replace(path, written)
+
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """What a JSON or TOML file describes.
@@ -137,8 +148,8 @@ class Setting(Plain):
     """One run. The defaults are FedETF's published setting for CIFAR-10.
 
     What is None when it is made has the default that is said beside it: a setting that is made holds no None.
-    `Setting.read(path)` reads one from JSON or TOML, `Setting.of(mapping)` makes one of plain data, and `plain()` gives
-    them back.
+    `Setting.read(path)` reads one from JSON or TOML and `write(path)` writes it, `Setting.of(mapping)` makes one of
+    plain data, and `plain()` gives them back.
 
     Raises:
       ValueError: when made, for an unknown name or a number out of range.

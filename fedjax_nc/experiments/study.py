@@ -48,6 +48,7 @@ from typing import Any, Self
 
 from fedjax_nc import checks
 from fedjax_nc.experiments.geometry import Geometry
+from fedjax_nc.experiments.scene import check as checked
 from fedjax_nc.experiments.setting import KEPT, Setting, described
 from fedjax_nc.frames import FrameQuality
 
@@ -195,7 +196,7 @@ class Study:
         seeds = tuple(chosen.get('seeds', plain.get('seeds', (0, 1, 2))))
         if not seeds or not all(type(s) is int and s >= 0 for s in seeds) or len(set(seeds)) < len(seeds):
             raise ValueError(f'seeds must be different whole numbers, at least one, not {checks.shown(seeds)}')
-        runs = []
+        runs, tried = [], set()
         for seed in seeds:  # seed by seed, so that an unfinished study compares like with like
             for scene in columns:
                 for method in rows if scene not in unavailable else ():
@@ -204,7 +205,11 @@ class Study:
                         tables['setting'], scenes[scene], methods[method], own_scene, chosen.get('setting', {})
                     )
                     try:
-                        runs.append(Run(method, shown[scene], seed, KINDS[kind].of({**said, 'seed': seed})))
+                        setting = KINDS[kind].of({**said, 'seed': seed})
+                        if isinstance(setting, Setting) and (method, scene) not in tried:  # the same under all seeds
+                            checked(setting)
+                            tried.add((method, scene))
+                        runs.append(Run(method, shown[scene], seed, setting))
                     except (ValueError, TypeError) as error:
                         raise ValueError(f'{Run(method, scene, seed, None).label}: {error}') from error  # type: ignore[arg-type]
         for run in runs:
@@ -235,6 +240,16 @@ class Study:
           kind: how the names of what it looks at begin: `global_accuracy` for generic models, `personal_accuracy_`.
         """
         return any(name.startswith(kind) for name in self.own.get(method, {}).values())
+
+    def against(self, baseline: str | None) -> Self:
+        """The study with another baseline, one of its methods; its own if that is None.
+
+        Raises:
+          ValueError: for a name that it does not have.
+        """
+        if baseline is None:
+            return self
+        return dataclasses.replace(self, baseline=pick('methods', [baseline], self.methods)[0])
 
     def some(
         self,

@@ -344,7 +344,7 @@ class Server:
             raise _wire.WireError(f'{who} answers another question')
         message, info = (reply.content.array_records.get(name, ArrayRecord()) for name in ('message', 'info'))
         found = Reply(_wire.unpack(message, kinds.message, who, most=self.most), _wire.unpack(info, kinds.info, who))
-        if min(int(u) for u in (found.info.steps, found.info.examples, found.info.slots)) < 0:
+        if any(np.min(count, initial=0) < 0 for count in jax.tree.leaves(found.info[1:])):
             raise _wire.WireError(f'{who} counts less than nothing')
         return found
 

@@ -66,8 +66,8 @@ def conv_patches(lhs: Array, rhs: Array, window_strides: Sequence[int], padding:
         Images [B, h', w', O] in the type of `lhs`.
 
     Raises:
-        ValueError: for dilation, groups, negative padding or another layout, shapes that do not go together, or a
-            kernel that is larger than the padded image.
+        ValueError: for dilation, groups, negative padding, another layout or type of the result, shapes that do not go
+            together, or a kernel that is larger than the padded image.
     """
     return product(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options))
 
@@ -96,8 +96,9 @@ def conv_onednn(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: 
 
     In float32 with the extra `onednn`, oneDNN's own gradients are taken, too, which differ from XLA's in the order of
     sums. Without it, programs cannot be written to jax's persistent compilation cache (jaxlib 0.10.2 and 0.12.0 warn
-    and go on without): take `conv_sequential` where starting fast matters more than running fast. Arguments, result
-    and errors (ValueError) are those of `conv_patches`.
+    and go on without): take `conv_sequential` where starting fast matters more than running fast. Read the results of
+    all that a script has begun before it ends: it would wait for ever for a program of whose results none is held any
+    more. Arguments, result and errors (ValueError) are those of `conv_patches`.
     """
     return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), ONEDNN)
 
@@ -107,7 +108,7 @@ def conv_by_platform(lhs: Array, rhs: Array, window_strides: Sequence[int], padd
 
     The platform is the one that a program is lowered for, whatever the machine on which it is traced: `jax.export` on a
     CPU makes programs for `cuda` and `tpu`. Arguments, result and errors (ValueError) are those of `conv_patches`.
-    Differentiable once, in reverse mode.
+    Differentiable once, in reverse mode. In a `jax.shard_map` of one's own it needs `check_vma=False`.
     """
     return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), BY_PLATFORM)
 
@@ -145,6 +146,8 @@ def _geometry(lhs: Array, rhs: Array, strides: Sequence[int], padding: Padding, 
             raise ValueError(f'this convolution has no {name}; use conv_native')
     if options.get('feature_group_count', 1) != 1 or options.get('batch_group_count', 1) != 1:
         raise ValueError('this convolution has no groups; use conv_native')
+    if options.get('preferred_element_type') not in (None, lhs.dtype):
+        raise ValueError('this convolution has no preferred_element_type: it returns the type of its images')
     if lhs.shape[3] != rhs.shape[2]:
         raise ValueError(f'the images have {lhs.shape[3]} channels, the kernel expects {rhs.shape[2]}')
     if isinstance(padding, str):

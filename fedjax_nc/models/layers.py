@@ -176,7 +176,8 @@ class BatchNorm(nn.Module):
     """Batch normalisation over the real rows of [B, ..., C], as PyTorch computes it.
 
     Eps is 1e-5; the running estimate is 0.9 old + 0.1 new and holds the unbiased variance. A batch without a real row
-    leaves it alone. Statistics are float32.
+    leaves it alone. Statistics are float32. Both moments come from one pass, which loses digits of the variance where
+    the mean is hundreds of deviations from the running estimate, as in first steps on inputs that are far from zero.
 
     Attributes:
         use_running_average: normalise by the running estimate, for evaluation.

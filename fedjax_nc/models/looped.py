@@ -252,10 +252,10 @@ def _sums_by_xla(x: Array, g: Array, *, geometry: Geometry) -> Array:
     A few images at a time: in a transposed copy of many the neighbours lie too far apart for the cache.
     """
     x, ends = _ends(x, geometry)
-    dk, some = jnp.zeros((), jnp.float32), max(IMAGES, -(-len(x) // PIECES))
+    dtype = _sum_type(x)
+    dk, some = jnp.zeros((), dtype), max(IMAGES, -(-len(x) // PIECES))
     for at in range(0, len(x), some):
         images, windows = x[at : at + some].transpose(3, 1, 2, 0), g[at : at + some].transpose(1, 2, 0, 3)
-        dtype = jnp.dtype(jnp.float32)
         dk += onednn.portable(images, windows, (1, 1), ends, geometry.strides, dtype, geometry.precision)
     return dk.transpose(1, 2, 0, 3)
 

@@ -183,6 +183,16 @@ def test_projected_puts_two_layers_behind_the_features(data):
         moon.projected(toys.tiny, 0)
 
 
+def test_a_projection_may_be_one_layer_as_wide_as_the_features(data):
+    model = moon.projected(toys.tiny, None, hidden=False)
+    params, _ = model.init(toys.KEY, data.x[:1])
+    assert set(params) == {'model', 'second'}
+    assert params['second']['w'].shape == (16, 16)
+    z, _ = model.features(params, (), data.x[:9], None, None)
+    h = np.asarray(toys.tiny.features(params['model'], (), data.x[:9], None, None)[0], np.float64)
+    np.testing.assert_allclose(z, h @ np.asarray(params['second']['w']) + np.asarray(params['second']['b']), atol=1e-5)
+
+
 def test_contrast_of_projections_under_a_frozen_etf(data):
     algorithm = fedetf.algorithm(
         moon.projected(toys.tiny, 8), toys.opt, base=moon.algorithm, mu=1.0, plan=toys.PLAN, persist_momentum=True
