@@ -413,11 +413,10 @@ class TestFigures:
 
     def test_show_the_rounds_to_an_accuracy_where_all_seeds_reached_it(self, known, written):
         drawn = dict(figures.of(known, report.gather(known, written), 50.0))
-        (axes,) = drawn['rounds'].axes
-        assert [tick.get_text() for tick in axes.get_xticklabels()] == ['one, 50.0 %', 'two_2, 50.0 %']
+        (axes,) = drawn['rounds'].axes  # in the second scene one method was run
+        assert axes.get_title() == 'one, to 50.0 %'
         heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
-        np.testing.assert_allclose(heights['Base'], [5, 5])
-        np.testing.assert_allclose(heights['A&B_1 50%'], [5, math.nan])  # not run in the second
+        assert heights == {'Base': [5], 'A&B_1 50%': [5]}
         assert 'rounds' not in dict(figures.of(known, report.gather(known, written), 99.0))
         assert 'rounds' not in dict(figures.of(known.some(['Base']), report.gather(known, written), 50.0))
 

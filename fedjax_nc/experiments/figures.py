@@ -67,24 +67,17 @@ def of(study: Study, found: Found, target: float | None = None) -> Iterator[tupl
 
 
 def rounds_to(study: Study, found: Found, target: float | None) -> Any:
-    """Bars of the rounds to an accuracy, a group for each scene; None where there is nothing to compare.
+    """Bars of the rounds to an accuracy, a panel for each scene; None where there is nothing to compare.
 
     A method has a bar where all of its runs reached it.
     """
-    scenes = {scene: costs.of(study, found, scene, target) for scene in study.scenes}
-    scenes = {scene: told for scene, told in scenes.items() if any(cost.rounds.seeds for cost in told)}
-    methods = [m for m in study.methods if any(c.method == m and c.several.seeds for t in scenes.values() for c in t)]
-    if len(methods) < 2:
-        return None
-    bars = {}
-    for method in methods:
-        mine = [next((c for c in told if c.method == method), None) for told in scenes.values()]
-        bars[method] = [c.rounds.mean if c and c.rounds.seeds == c.runs else math.nan for c in mine]
-    heads = [f'{scene}, {told[0].goal:.1f} %' if scene else f'{told[0].goal:.1f} %' for scene, told in scenes.items()]
-    names = [textwrap.fill(head, 22) for head in heads]
-    return plots.grouped_bars(
-        {'rounds to an accuracy; no bar: not reached': bars}, names, ylabel='communication rounds'
-    )
+    panels: Panels = {}
+    for scene in study.scenes:
+        told = [cost for cost in costs.of(study, found, scene, target) if cost.several.seeds]
+        if len(told) > 1 and any(cost.rounds.seeds for cost in told):
+            title = textwrap.fill(f'{scene}, to {told[0].goal:.1f} %' if scene else f'to {told[0].goal:.1f} %', 26)
+            panels[title] = {c.method: [c.rounds.mean if c.rounds.seeds == c.runs else math.nan] for c in told}
+    return plots.grouped_bars(panels, [''], ylabel='rounds (no bar: not reached)') if panels else None
 
 
 def of_clients(summary: Mapping[str, Any]) -> Sequence[float | None]:

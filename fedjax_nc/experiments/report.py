@@ -92,7 +92,10 @@ def write(
         'runs.csv': comma(run_rows(ours)),
     }
     for name, text in texts.items():
-        _checkpoints.replace(folder / name, text)
+        if text.strip():
+            _checkpoints.replace(folder / name, text)
+        else:  # frames cost nothing
+            (folder / name).unlink(missing_ok=True)
     return folder
 
 
