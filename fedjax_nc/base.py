@@ -143,7 +143,7 @@ class Info(NamedTuple):
     steps: Array  #: [] int32, optimizer steps taken
     examples: Array  #: [] int32, examples visited
     slots: Array  #: [] int32, batch rows computed for them, padding included
-    #: [n] int32, `slots` by loops over batches, in each of which clients side by side wait for each other; or ()
+    #: [n] int32, `slots` by loops over batches, in each of which clients side by side wait for each other; () for one
     loops: Any = ()
 
 

@@ -232,16 +232,20 @@ def local_sgd(
     start = (params, stats, opt.init(params) if opt_state is None else opt_state, jnp.float32(0))
     params, stats, opt_state, total = jax.lax.fori_loop(0, plan.epochs, epoch, start)
     examples = plan.epochs * shard.size
-    loops = jnp.stack([full * b, *(tail * fit for tail, fit in zip(tails, fits, strict=True))]) * plan.epochs
-    info = Info(total / jnp.maximum(examples, 1), plan.epochs * steps, examples, jnp.sum(loops), loops)
+    loops = [plan.epochs * width for width in (full * b, *(tail * fit for tail, fit in zip(tails, fits, strict=True)))]
+    info = Info(total / jnp.maximum(examples, 1), plan.epochs * steps, examples, sum(loops[1:], start=loops[0]))
+    info = info._replace(loops=jnp.stack(loops)) if tails else info
     return Trained(params, stats, opt_state, info)
 
 
 def joined(first: Info, second: Info) -> Info:
     """The work of two phases: sums of `first` and `second`, with the loss of the second."""
-    loops = [jnp.atleast_1d(info.slots if isinstance(info.loops, tuple) else info.loops) for info in (first, second)]
     steps, examples, slots = (a + b for a, b in zip(first[1:4], second[1:4], strict=True))
-    return Info(second.loss, steps, examples, slots, jnp.concatenate(loops))
+    whole = Info(second.loss, steps, examples, slots)
+    if isinstance(first.loops, tuple) and isinstance(second.loops, tuple):
+        return whole
+    loops = [jnp.atleast_1d(info.slots if isinstance(info.loops, tuple) else info.loops) for info in (first, second)]
+    return whole._replace(loops=jnp.concatenate(loops))
 
 
 def sweep(fn: Callable[[Batch], Array], shard: Shard, batch_size: int, key: Array | None = None) -> Array:

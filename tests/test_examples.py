@@ -56,7 +56,7 @@ def finished(tmp_path_factory):
 def test_cifar_writes_its_files(finished):
     assert {p.name for p in finished.iterdir()} == {
         'config.json', 'metrics.jsonl', 'metrics.csv', 'summary.json', 'accuracy.png', 'checkpoints', '.lock',
-        'model.safetensors',
+        'model.safetensors', 'seconds.json',
     }  # fmt: skip
     summary = json.loads((finished / 'summary.json').read_text())
     assert summary['algorithm'] == 'fedetf'

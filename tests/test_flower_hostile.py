@@ -335,7 +335,7 @@ def test_a_lying_count_moves_the_loss_that_is_shown_and_no_model(data, tmp_path)
     blank = _plan.blank(agreement([phase], data), SIZES)
     rng = np.random.default_rng(0)
     send = lambda: jax.tree.map(lambda u: rng.normal(size=u.shape).astype(u.dtype), kinds.message)  # noqa: E731
-    info = lambda loss, n: Info(*map(np.asarray, (np.float32(loss), *np.array([1, n, 24], 'i4'), np.array([24], 'i4'))))  # noqa: E731
+    info = lambda loss, n: Info(*map(np.asarray, (np.float32(loss), *np.array([1, n, 24], 'i4'))))  # noqa: E731
     messages = [send() for _ in SIZES]
     step = _server.seen_step(phase)
     losses, servers = [], []
