@@ -265,7 +265,8 @@ def test_threads_may_trace_the_first_model_together():
     subprocess.run([sys.executable, '-c', program], check=True, timeout=120)
 
 
-def test_a_program_that_runs_when_the_interpreter_ends_does_not_keep_it():
+@pytest.mark.parametrize('held', ['y = ', ''])
+def test_a_program_that_runs_when_the_interpreter_ends_does_not_keep_it(held):
     program = (
         'import jax, jax.numpy as jnp\n'
         'from fedjax_nc import models\n'
@@ -275,7 +276,7 @@ def test_a_program_that_runs_when_the_interpreter_ends_does_not_keep_it():
         '    def once(i, x):\n'
         "        return models.conv_onednn(x, kernel, (1, 1), 'SAME', **how) / 144\n"
         '    return jax.lax.fori_loop(0, 100, once, x)\n'
-        'y = jax.jit(many)(x, kernel)\n'
+        f'{held}jax.jit(many)(x, kernel)\n'
         "raise ValueError('a fault of the user')\n"
     )
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=120)

@@ -96,9 +96,8 @@ def conv_onednn(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: 
 
     In float32 with the extra `onednn`, oneDNN's own gradients are taken, too, which differ from XLA's in the order of
     sums. Without it, programs cannot be written to jax's persistent compilation cache (jaxlib 0.10.2 and 0.12.0 warn
-    and go on without): take `conv_sequential` where starting fast matters more than running fast. Read the results of
-    all that a script has begun before it ends: it would wait for ever for a program of whose results none is held any
-    more. Arguments, result and errors (ValueError) are those of `conv_patches`.
+    and go on without): take `conv_sequential` where starting fast matters more than running fast. Arguments, result
+    and errors (ValueError) are those of `conv_patches`.
     """
     return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), ONEDNN)
 

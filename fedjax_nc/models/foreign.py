@@ -8,6 +8,9 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import math
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -50,11 +53,22 @@ def register(name: str, run: Callable[[tuple[int, ...], list[Any]], None]) -> No
     atexit.register(_wait)
 
 
+QUIET = 0.5
+"""Seconds without a call after which a program is taken to have ended."""
+_called: dict[int, float] = {}  # thread -> when its last call ended; infinite while it lasts
+
+
 def _wait() -> None:
-    """Waits for programs whose results are still held: when the interpreter has ended they cannot call it any more."""
+    """Waits for programs that run: when the interpreter has ended they cannot call it any more, and never end.
+
+    Those whose results are held can be waited for; of the others nothing is known but their calls.
+    """
     for array in jax.live_arrays('cpu'):
         with contextlib.suppress(RuntimeError):  # one that was donated, or whose program failed
             array.block_until_ready()
+    time.sleep(QUIET / 5)  # for one that has only begun
+    while any(time.monotonic() - ended < QUIET for ended in list(_called.values())):
+        time.sleep(QUIET / 20)
 
 
 @functools.cache  # programs may call it as long as the process lives
@@ -69,7 +83,12 @@ def _handler(run: Callable[[tuple[int, ...], list[Any]], None]) -> Any:
         elif frame.stage == EXECUTE:
             numbers = frame.attributes.each[0]
             places = [u.each[i].data for u in (frame.arguments, frame.results) for i in range(u.count)]
-            run(tuple(numbers.data[0 : numbers.count]), places)
+            thread = threading.get_ident()
+            _called[thread] = math.inf
+            try:
+                run(tuple(numbers.data[0 : numbers.count]), places)
+            finally:
+                _called[thread] = time.monotonic()
         return ffi.NULL
 
     def failed(kind: type[BaseException], error: BaseException, trace: Any) -> Any:
