@@ -30,9 +30,13 @@ def tensorboard(folder: str | Path) -> Iterator[OnRound]:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ImportError('TensorBoard\'s events need tensorboardX: pip install "fedjax_nc[watch]"') from error
-    with SummaryWriter(str(folder)) as writer:
+    with contextlib.ExitStack() as opened:
+        writer: Any = None
 
         def tracker(row: Row, state: State) -> None:
+            nonlocal writer
+            if writer is None:  # a run that is refused leaves no file
+                writer = opened.enter_context(SummaryWriter(str(folder)))
             for name, value in _measured(row).items():
                 writer.add_scalar(name, value, int(row['round']))
 

@@ -90,6 +90,11 @@ def test_run_goes_on_and_report_tells_it_again(frames, tmp_path, capsys):
     second = capsys.readouterr()
     assert 'frames: 1 of 2 runs to do' in second.err
     assert '| half |' in second.out  # the report is of all that is finished
+    kept = ['--keep', str(tmp_path / 'kept')]
+    shell.main(['run', str(frames), '--rows', 'none', *out, *kept])
+    assert '| half |' in capsys.readouterr().out  # and so is what is kept
+    shell.main(['report', str(frames), '--seeds', '1', *out, *kept])
+    assert capsys.readouterr().out.endswith(f'written to {tmp_path / "kept" / "frames-part"}\n')
     shell.main(['report', str(frames), *out])
     told = capsys.readouterr()
     assert told.err == ''
@@ -143,6 +148,7 @@ def test_results_are_copied_without_checkpoints(frames, tmp_path, capsys):
         (['run', 'FILE', '--seeds', '-1'], 'out of range'),
         (['run', 'FILE', '--seeds', 'x'], 'not a whole number'),
         (['report', 'FILE', '--target', '101'], 'out of range'),
+        (['report', 'FILE', '--seeds', '9', '--out', 'OUT'], 'no run of frames is finished'),
         (['run', 'FILE', '--baseline', 'FedFoo'], 'no methods FedFoo; there are half, none'),
         (['report', 'FILE'], 'no run of frames is finished'),
         (['run', 'WRONG'], 'wrong.toml: '),

@@ -101,6 +101,14 @@ class TestSetting:
         setting.write(tmp_path / name)
         assert [path.name for path in tmp_path.iterdir()] == [name]
 
+    def test_toml_has_no_word_for_none(self, tmp_path):
+        setting = Setting(algorithm='fedprox', options={'anchored': None})
+        with pytest.raises(ValueError, match=r'a\.toml: .*NoneType.*name it \.json'):
+            setting.write(tmp_path / 'a.toml')
+        assert not list(tmp_path.iterdir())
+        setting.write(tmp_path / 'a.json')
+        assert Setting.read(tmp_path / 'a.json') == setting
+
     @pytest.mark.parametrize('text', ['{', '[1]', '3'])
     def test_files_that_are_none_are_named(self, text, tmp_path):
         for name in ('a.json', 'a.toml'):

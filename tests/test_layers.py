@@ -141,7 +141,7 @@ def test_bfloat16_sums_in_float32(conv):
     ],
 )
 def test_what_is_not_supported_is_refused(conv, options):
-    with pytest.raises(ValueError, match=r'conv_native|no preferred_element_type'):
+    with pytest.raises(ValueError, match='conv_native'):
         conv(normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 3), (1, 1), 'SAME', **({'dimension_numbers': LAYOUT} | options))
 
 

@@ -258,6 +258,7 @@ def test_recipes_tell_what_their_methods_were_made_with():
         assert {k: v for k, v in options.items() if k not in ('init', 'frame', 'personal')}.items() <= told.items()
     assert 'orthogonal' in of('fednh', clients, options=chosen['fednh']).told['init']
     assert of('fedloge', clients, options=chosen['fedloge']).told['frame'] == 'sparse_xavier'
+    assert 'scale' not in of('fedetf_gmv', clients, head='unbiased').told
     assert of('fedetf', clients, dim=None).told['dim'] == 'number of classes'
     assert of('fednh', clients, personal='latest').told['rho'] == 0.9
 
@@ -271,5 +272,6 @@ def test_frames_of_fedloge_may_be_longer_and_features_projected():
         np.testing.assert_allclose(np.linalg.norm(frame, axis=0), length, rtol=1e-3)
         assert (set(variables.params['body']) == {'model', 'second'}) == bool(names)
         fits(recipe, clients)
-    with pytest.raises(ValueError, match='length must be positive'):
-        of('fedloge', clients, options={'length': 0.0})
+    for options, said in (({'length': 0.0}, 'length must be positive'), ({'project': 'no'}, 'true or false')):
+        with pytest.raises(ValueError, match=said):
+            of('fedloge', clients, options=options)

@@ -189,7 +189,7 @@ def test_what_methods_cost_is_a_table(known, written):
     assert first['last_several_std'] == pytest.approx(ends.std(ddof=1))
     assert (first['goal'], first['rounds_to_goal'], first['runs_at_goal']) == (50, 5, 3)
     assert (first['client_down'], first['client_up'], first['bytes']) == (5_000, 4_000, 360_000)
-    assert (first['parameters'], first['minutes']) == (1_234, 2)
+    assert (first['parameters'], first['minutes'], first['runs_sound']) == (1_234, 2, 3)
 
 
 def test_a_part_has_a_folder_of_its_own_and_the_baseline_of_the_whole(known, written):
@@ -205,6 +205,22 @@ def test_a_part_has_a_folder_of_its_own_and_the_baseline_of_the_whole(known, wri
     assert len(csv_rows(folder / 'runs.csv')) == 3
     with pytest.raises(ValueError, match='no methods Other; there are Base'):
         report.write(known, written, rows=['Other'])
+
+
+def test_seeds_are_a_part_too_and_all_that_are_finished_the_whole(known, written):
+    run = known.some(['Base'], ['one'], [7]).runs[0]
+    write(written, run, summary(run, 0.9, 0.8), curve(0.9, 4))
+    (written / 'runs' / run.setting.name / 'config.json').write_text(json.dumps(run.setting.plain()))
+    folder = report.write(known, written)
+    text = (folder / 'report.md').read_text()
+    assert 'Seeds 0, 1, 2, 7;' in text
+    assert float(csv_rows(folder / 'table.csv')[0]['mean']) == pytest.approx(25 * (sum(GENERAL['Base']) + 0.9))
+    assert '- A&B_1 50%, one' not in text  # nobody asked for its seed 7
+    part = report.write(known, written, seeds=[0])
+    assert part == written / 'byhand-part'
+    assert 'Seeds 0;' in (part / 'report.md').read_text()
+    assert (folder / 'report.md').read_text() == text
+    assert runner.keep(known, written, written / 'kept') == 8
 
 
 def test_another_baseline(known, written):
@@ -226,6 +242,8 @@ def test_rows_without_a_run_or_a_published_number_are_named_below_alone(written)
     printed = {**said, 'published': {**SAID['published'], 'Later': {'one': [50.0, math.nan, math.nan]}}}
     text = (report.write(Study.of(printed, 'byhand'), written) / 'report.md').read_text()
     assert rows_of(text, 'Later')[0][:2] == ['', '50.0']
+    folder = report.write(Study.of(printed, 'byhand'), written, scenes=['two_2'])
+    assert rows_of((folder / 'report.md').read_text(), 'Later') == []
 
 
 def test_every_run_is_a_row(known, written):

@@ -458,6 +458,8 @@ def test_what_does_not_fit_is_told_before_anything_is_run(tmp_path):
     assert {run.method for run in left} == {'narrow', 'many'}
     assert [algorithm for _, algorithm, *_ in made] == ['fedavg']
     assert not any((tmp_path / 'runs' / run.setting.name).exists() for run in left)
+    for _, error in runner.refused(known.runs, tmp_path / 'other', None):
+        assert error.__traceback__ is None  # it would keep the data
 
 
 def test_runs_may_be_watched_each_by_a_tracker_of_its_own(tmp_path):

@@ -270,6 +270,10 @@ def test_a_clock_goes_on_from_its_file_whatever_is_in_it(tmp_path, monkeypatch):
     with pipeline.Clock(path).part('data'):
         pass
     assert 2 < pipeline.known(path)['data'] < 3
+    setting = Setting(dataset='digits', max_examples=200, clients=4, rounds=1, algorithm='fedavg', local_epochs=1)
+    pipeline.write(path, {'data': 1000.0})  # of a run that was refused: there is no config.json
+    assert pipeline.run(setting, tmp_path, progress=False)['seconds']['data'] < 1000
+    assert set(pipeline.known(path)) == {'data', 'initialisation', 'evaluation', 'personal'}
     for damaged in ('{"data', '{"data": [1]}', '[]'):
         path.write_text(damaged)
         assert pipeline.Clock(path).seconds == {}

@@ -68,6 +68,13 @@ def test_other_trackers_are_told_by_their_own_names(data):
     assert ours[1][1] == {k: v for k, v in history[1].items() if k != 'round'}
 
 
+def test_tensorboard_leaves_no_file_without_a_round(tmp_path):
+    pytest.importorskip('tensorboardX')
+    with watch.tensorboard(tmp_path / 'board'):
+        pass
+    assert not (tmp_path / 'board').exists()
+
+
 def test_without_tensorboardx_it_says_how_to_install_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, 'tensorboardX', None)
     with pytest.raises(ImportError, match=r'fedjax_nc\[watch\]'), watch.tensorboard(tmp_path):

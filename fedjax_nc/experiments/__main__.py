@@ -65,6 +65,9 @@ def main(argv: list[str] | None = None) -> None:
         print(described(chosen))
         return
     if args.task == 'run':
+        if args.tensorboard:
+            with watch.tensorboard(args.out):  # whether it can be had, before anything is run
+                pass
         left = runner.carry_out(
             chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one, tune=args.tune,
             watch=board if args.tensorboard else None,
@@ -72,13 +75,10 @@ def main(argv: list[str] | None = None) -> None:
         for run in left:
             print(f'{run.label}: not done, in the hands of another process unless it was told why')
     if args.keep:
-        runner.keep(chosen, args.out, args.keep)
+        runner.keep(whole, args.out, args.keep)
     where = args.keep or args.out
-    if args.task == 'run':  # of all that is finished of the study, now or before
-        folder = report.write(whole.some(seeds=sorted({*whole.seeds, *chosen.seeds})), where, args.target)
-    else:
-        told = whole.some(seeds=args.seeds)
-        folder = report.write(told, where, args.target, rows=args.rows, scenes=args.scenes)
+    part = {} if args.task == 'run' else {'rows': args.rows, 'scenes': args.scenes, 'seeds': args.seeds}
+    folder = report.write(whole, where, args.target, **part)
     print((folder / 'report.md').read_text())
     print(f'written to {folder}')
     if args.task == 'run' and left:

@@ -67,8 +67,9 @@ def run(
       after the last round; `global_accuracy_lastN`, the mean of the last N rounds, `eval_last` of them; and
       `class_accuracy`. Of personal models on the clients' tests: `personal_accuracy`, the mean over clients, with
       `_std`, `_pooled` and `_low` as in `evaluate.over_clients`; and `clients`, the numbers of each. Of the generic
-      model on the same tests: `personal_accuracy_before`. `method` is what the method was made with, its defaults
-      included. Besides `seconds` by part, those of earlier processes included, `rounds_per_second`,
+      model on the same tests: `personal_accuracy_before`. `method` is what the factory of its algorithm was given, with
+      that factory's own defaults. Besides `seconds` by part, with those of earlier processes up to ten seconds before
+      they were stopped, `rounds_per_second`,
       `compile_seconds`, `padded_work_share`, `broken_clients`, numbers of `parameters`, `bytes` up and down,
       `versions`, `commit`, `device`, `date` and the peak of memory.
 
@@ -84,6 +85,8 @@ def run(
     with _checkpoints.holding(out):
         settle(setting, out, resume)
         provenance.forget_peak()
+        if not (out / 'config.json').exists():  # of another run, which never began
+            (out / 'seconds.json').unlink(missing_ok=True)
         clock = Clock(out / 'seconds.json')
         with clock.part('data'):
             scene = load(setting, data_dir, host)
@@ -96,6 +99,7 @@ def run(
         with clock.part('initialisation'):
             state = measure.begun()
             first = jax.device_get(state.server)  # training takes the buffers of the state
+        write(out / 'seconds.json', clock.seconds)
         config = {**setting.plain(), **{k: v for k, v in (record or {}).items() if v is not None}}
         if not (out / 'config.json').exists():
             write(out / 'config.json', config)
@@ -228,9 +232,9 @@ def conclude(
 
 
 class Clock:
-    """Where the time of a run goes, that of its earlier processes included. What is measured again adds up.
+    """Where the time of a run goes, that of its earlier processes included but for their last seconds.
 
-    Rounds and compiling are not among it: the history of the training has them.
+    What is measured again adds up. Rounds and compiling are not among it: the history of the training has them.
     """
 
     def __init__(self, path: Path | None = None) -> None:

@@ -333,7 +333,8 @@ def fedetf_gmv_recipe(s: Setup) -> Recipe:
     head = bare(frames.simplex_etf, scale) if 'scale' in s.options else s.head
     recipe = trained(alg.fedetf_gmv.algorithm, s.model, s.client_opt, head=head, **options)
     personal = s.finetune(remembering(objective(s.model, head, s.loss)))
-    return recipe._replace(personalize=personal, told={**recipe.told, 'scale': plain(scale)})
+    own = {} if s.learned and 'scale' not in s.options else {'scale': plain(scale)}  # of the frame, if there is one
+    return recipe._replace(personalize=personal, told={k: v for k, v in recipe.told.items() if k != 'scale'} | own)
 
 
 def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
@@ -396,13 +397,15 @@ def fedloge_recipe(s: Setup) -> Recipe:
     option `project=True` an affine layer of as many dimensions as the features have comes between model and heads.
 
     Raises:
-      ValueError: for another `frame`, or a `length` out of range.
+      ValueError: for another `frame`, a `length` out of range, or a `project` that is neither true nor false.
     """
     options = {'frame': 'sparse_etf', 'length': 1.0, 'project': False, **s.common}
     frame, length, project = (options.pop(name) for name in ('frame', 'length', 'project'))
     if frame not in FRAMES:
         raise ValueError(f'frame must be one of {", ".join(FRAMES)}, not {frame!r}')
     checks.number('length', length, open_low=True)
+    if not isinstance(project, bool):
+        raise ValueError(f'project must be true or false, not {checks.shown(project)}')
     made = FRAMES[frame] if length == 1 else functools.partial(longer, frame=FRAMES[frame], length=length)
     if project:
         s = s._replace(model=alg.moon.projected(s.model, None, hidden=False))

@@ -45,8 +45,9 @@ def write(
     *,
     rows: Sequence[str] | None = None,
     scenes: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> Path:
-    """Writes the report of all finished runs, and returns its folder.
+    """Writes the report of all finished runs, under whatever seeds, and returns its folder.
 
     That is `out/NAME`, at other scales than `full` `out/NAME-SCALE`, and of a part `-part` more, with `report.md`,
     `report.tex`, `table.csv`, `costs.csv`, `runs.csv` and figures; without matplotlib a warning instead of these. Rows
@@ -58,19 +59,22 @@ def write(
       target: accuracy in percent to which rounds are counted; by default the baseline's mean of each scene.
       rows: the methods of a part; all by default.
       scenes: the scenes of a part; all by default.
+      seeds: the seeds of a part; all by default.
 
     Raises:
       ValueError: if no run is finished, or for a name that the study does not have.
     """
-    found = gather(study, out)
+    study = study if seeds is None else study.some(seeds=seeds)
     told = study.some(rows, scenes)
+    found = gather(study if seeds is not None else study.some(seeds=runner.seeds_of(study, out)), out)
     ours = {cell: runs for cell, runs in found.items() if cell[0] in told.methods and cell[1] in told.scenes}
     if not any(ours.values()):
         why = f': {"; ".join(study.unavailable.values())}' if study.unavailable and not study.runs else ''
         raise ValueError(f'no run of {study.name} is finished in {out}{why or ": carry it out first"}')
-    known = {method for (method, _), runs in ours.items() if runs} | {method for method, _ in told.published}
+    known = {method for (method, _), runs in ours.items() if runs}
+    known |= {method for method, scene in told.published if scene in told.scenes}
     told = told.some([method for method in told.methods if method in known])
-    part = '' if rows is None and scenes is None else '-part'
+    part = '' if rows is None and scenes is None and seeds is None else '-part'
     folder = Path(out) / f'{study.name if study.scale == "full" else f"{study.name}-{study.scale}"}{part}'
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -194,7 +198,7 @@ def cells(study: Study, found: Found, method: str, scene: str, plus: str = '±')
 
 def markdown(study: Study, found: Found, ours: Found, drawn: list[str], target: float | None = None) -> str:
     """The report as Markdown: of the study's rows among `ours`, with a baseline from all that was found."""
-    seeds = ', '.join(str(seed) for seed in study.seeds if any(seed in runs for runs in ours.values()))
+    seeds = ', '.join(map(str, sorted({seed for runs in ours.values() for seed in runs})))
     lines = [f'# {study.title}', '']
     lines += [f'Published: {study.source}.', ''] if study.source else []
     scale = f'Scale: {study.scale}. {study.about}'.strip()
@@ -327,7 +331,7 @@ def cost_rows(study: Study, found: Found, target: float | None) -> list[dict[str
     for scene in study.scenes:
         for cost in costs.of(study, found, scene, target):
             rows.append({
-                'method': cost.method, 'scene': scene, 'runs': cost.runs,
+                'method': cost.method, 'scene': scene, 'runs': cost.runs, 'runs_sound': cost.done,
                 'last': cost.last.mean, 'last_std': cost.last.std,
                 'last_several': cost.several.mean, 'last_several_std': cost.several.std,
                 'goal': cost.goal, 'rounds_to_goal': cost.rounds.mean, 'runs_at_goal': cost.rounds.seeds,

@@ -111,7 +111,7 @@ def refused(
         try:
             loaded = scene.load(several[0][1], data_dir)
         except (ValueError, data.DatasetUnavailableError) as error:
-            yield [run for run, _ in several], error
+            yield [run for run, _ in several], error.with_traceback(None)  # whose frames hold data
             continue
         for run, setting in several:
             name = dataclasses.replace(setting, seed=0).name
@@ -119,6 +119,7 @@ def refused(
                 known[name] = scene.misfit(setting, loaded)
             if (problem := known[name]) is not None:
                 yield [run], problem
+        del loaded  # before the next one comes
 
 
 def alike(run: Run, left: Sequence[Run], out: str | Path) -> list[Run]:
@@ -213,12 +214,26 @@ def curve(folder: Path) -> list[tuple[int, float]]:
     return seen
 
 
+def seeds_of(study: Study, out: str | Path) -> list[int]:
+    """The study's seeds, and others under which runs of it are in `out`, by number."""
+    cells = {dataclasses.replace(run.setting, seed=0).name for run in study.runs}
+    found = set(study.seeds)
+    for path in Path(out).glob('runs/*/config.json'):
+        with contextlib.suppress(ValueError, TypeError):  # another study's, or damaged
+            config = pipeline.known(path)
+            for kind in {type(run.setting) for run in study.runs}:
+                if kind.among({**config, 'seed': 0}).name in cells:
+                    found.add(int(config['seed']))
+    return sorted(found)
+
+
 def keep(study: Study, out: str | Path, folder: str | Path) -> int:
-    """Copies what finished runs have found into another folder, without checkpoints: settings, summaries, metrics.
+    """Copies what finished runs have found, under whatever seeds, into another folder: settings, summaries, metrics.
 
     Reports can be made from the copies. Returns the number of runs.
     """
-    done = [run for run in distinct(study.runs) if summary(run, out) is not None]
+    runs = study.some(seeds=seeds_of(study, out)).runs
+    done = [run for run in distinct(runs) if summary(run, out) is not None]
     for run in done:
         there = where(run, folder)
         there.mkdir(parents=True, exist_ok=True)

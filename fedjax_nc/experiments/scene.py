@@ -44,7 +44,7 @@ def misfit(setting: Setting, scene: Scene) -> ValueError | None:
         recipe = build(setting, dataset)
         jax.eval_shape(lambda key: simulate.init(recipe.train, key, train), jax.random.key(0))
     except ValueError as error:
-        return error
+        return error.with_traceback(None)  # whose frames hold the data
     return None
 
 

@@ -124,9 +124,14 @@ class Plain:
 
         Raises:
           OSError: if it cannot be written.
+          ValueError: for an option that is None, which TOML has no word for.
         """
         path = Path(path)
-        written = tomli_w.dumps(self.plain()) if path.suffix == '.toml' else json.dumps(self.plain(), indent=2) + '\n'
+        try:
+            toml = path.suffix == '.toml'
+            written = tomli_w.dumps(self.plain()) if toml else json.dumps(self.plain(), indent=2) + '\n'
+        except TypeError as error:
+            raise ValueError(f'{path}: {error}; name it .json') from error
         _checkpoints.replace(path, written)
 
     @classmethod

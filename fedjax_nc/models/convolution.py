@@ -146,7 +146,7 @@ def _geometry(lhs: Array, rhs: Array, strides: Sequence[int], padding: Padding, 
     if options.get('feature_group_count', 1) != 1 or options.get('batch_group_count', 1) != 1:
         raise ValueError('this convolution has no groups; use conv_native')
     if options.get('preferred_element_type') not in (None, lhs.dtype):
-        raise ValueError('this convolution has no preferred_element_type: it returns the type of its images')
+        raise ValueError('this convolution has no preferred_element_type; use conv_native')
     if lhs.shape[3] != rhs.shape[2]:
         raise ValueError(f'the images have {lhs.shape[3]} channels, the kernel expects {rhs.shape[2]}')
     if isinstance(padding, str):

@@ -41,7 +41,7 @@ def portable(
 ) -> Array:
     """What `call` computes, by XLA: images [B, H, W, I] and a kernel [h, w, I, O] to [B, h', w', O] of `dtype`.
 
-    Or with one more dimension, `[B, D, H, W, I]` and `[d, h, w, I, O]`. Sums are kept in float32.
+    Or with one more dimension, `[B, D, H, W, I]` and `[d, h, w, I, O]`. Sums are kept in float32 at least.
     """
     space = 'DHW'[3 - len(strides) :]
     y = lax.conv_general_dilated(
