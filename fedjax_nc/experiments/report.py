@@ -285,11 +285,11 @@ def difference_table(study: Study, found: Found, scene: str) -> list[str]:
     return [heads, '|---|' + '---:|' * len(study.metrics), *lines]
 
 
-def cost_cells(cost: Cost, plus: str = '±') -> list[str]:
+def cost_cells(cost: Cost) -> list[str]:
     """What a row says of its cost, but for its name; no rounds where there is no accuracy to count them to."""
     rounds = [] if math.isnan(cost.goal) else [reached(cost)]
     return [
-        cell('accuracy', *cost.last[:2], plus), cell('accuracy', *cost.several[:2], plus), *rounds,
+        cell('accuracy', *cost.last[:2]), cell('accuracy', *cost.several[:2]), *rounds,
         f'{cost.parameters:,}', f'{size(cost.down)} / {size(cost.up)}', size(cost.whole), f'{cost.minutes:.3g}',
     ]  # fmt: skip
 
