@@ -83,9 +83,9 @@ class Calendar(NamedTuple):
     rounds: int
     eval_every: int | None  #: None if nothing is evaluated
     eval_last: int
-    save_every: int | None  #: None if nothing is saved
-    pause: float  #: seconds at least between two checkpoints
-    after_any: bool  #: whether with a pause any call may be followed by a checkpoint
+    save_every: int | None = None  #: None if nothing is saved
+    pause: float = 0.0  #: seconds at least between two checkpoints
+    after_any: bool = False  #: whether with a pause any call may be followed by a checkpoint
 
     def evaluated(self, round: int) -> bool:
         """Whether the state after it is evaluated."""

@@ -234,7 +234,9 @@ def local_sgd(
     examples = plan.epochs * shard.size
     loops = [plan.epochs * width for width in (full * b, *(tail * fit for tail, fit in zip(tails, fits, strict=True)))]
     info = Info(total / jnp.maximum(examples, 1), plan.epochs * steps, examples, sum(loops[1:], start=loops[0]))
-    info = info._replace(loops=jnp.stack(loops)) if tails else info
+    if plan.tails:  # as many as the plan has, however few examples fit in a batch here: all clients say the same
+        unused = len(plan.tails) - len(tails)
+        info = info._replace(loops=jnp.pad(jnp.stack(loops), (0, unused)))
     return Trained(params, stats, opt_state, info)
 
 

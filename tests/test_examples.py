@@ -48,7 +48,7 @@ def test_quickstart_says_early_where_it_cannot_write(tmp_path):
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp('run') / 'deep' / 'run'
-    done = cifar(out, '--rounds', 6, '--participation', 0.5, '--eval-every', 2)
+    done = cifar(out, '--rounds', 6, '--participation', 0.5, '--eval-every', 2, '--tensorboard')
     assert done.returncode == 0, done.stderr
     return out
 
@@ -56,8 +56,9 @@ def finished(tmp_path_factory):
 def test_cifar_writes_its_files(finished):
     assert {p.name for p in finished.iterdir()} == {
         'config.json', 'metrics.jsonl', 'metrics.csv', 'summary.json', 'accuracy.png', 'checkpoints', '.lock',
-        'model.safetensors', 'seconds.json',
+        'model.safetensors', 'seconds.json', 'tensorboard',
     }  # fmt: skip
+    assert len(list((finished / 'tensorboard').glob('events*'))) == 1
     summary = json.loads((finished / 'summary.json').read_text())
     assert summary['algorithm'] == 'fedetf'
     assert summary['rounds'] == 6

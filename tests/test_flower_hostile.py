@@ -25,7 +25,7 @@ from fedjax_nc.flower import _plan, _secure, _server, _site, _sites, _wire
 SIZES = (24, 24, 24, 40)
 BAD = 2  # the site that lies
 ROUNDS = jax.random.key(1)
-SCAFFOLD = scaffold.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+SCAFFOLD = scaffold.algorithm(toys.task, toys.opt, plan=toys.PLAN._replace(tails=(8,)))  # whose info has loops
 FEDAVG = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 PATIENCE = flower.Patience(1.0, None, 1.0)
 
@@ -235,6 +235,7 @@ ATTACKS = {
     'a round in words': lambda r: told(r, round='2'),
     'steps below 0': counting(steps=-1),
     'examples below 0': counting(examples=-(2**31)),
+    'loops below 0': counting(loops=(24, -1)),
     'a loss of nan': counting(loss=np.nan),
     'an error of megabytes': failing('no ' * 10**6),
     'an error that paints the screen': failing('\x1b[2J\x1b]0;title\x07\n\rall is well'),
@@ -335,7 +336,10 @@ def test_a_lying_count_moves_the_loss_that_is_shown_and_no_model(data, tmp_path)
     blank = _plan.blank(agreement([phase], data), SIZES)
     rng = np.random.default_rng(0)
     send = lambda: jax.tree.map(lambda u: rng.normal(size=u.shape).astype(u.dtype), kinds.message)  # noqa: E731
-    info = lambda loss, n: Info(*map(np.asarray, (np.float32(loss), *np.array([1, n, 24], 'i4'))))  # noqa: E731
+
+    def info(loss, n):
+        return Info(np.float32(loss), *np.array([1, n, 24], 'i4'), loops=np.array([16, 8], 'i4'))
+
     messages = [send() for _ in SIZES]
     step = _server.seen_step(phase)
     losses, servers = [], []

@@ -120,6 +120,7 @@ def train(
     begun = time.perf_counter()
     program = step.lower(keys, held, pool, tables, jnp.int32(0)).compile()
     compiling = (time.perf_counter() - begun) / count
+    when = _training.Calendar(setting.rounds, setting.eval_every, setting.eval_last)
     histories: list[list[training.Row]] = [[] for _ in measures]
     stopped: dict[int, training.DivergedError] = {}
     with Progress(f'{setting.label}, {count} seeds', 0, setting.rounds, show=progress) as bar:
@@ -128,7 +129,6 @@ def train(
             held, reports = program(keys, held, pool, tables, jnp.int32(t))
             reports = jax.device_get(reports._replace(info=()))
             seconds = (time.perf_counter() - begun) / count
-            due = (t + 1) % setting.eval_every == 0 or t + 1 > setting.rounds - setting.eval_last
             for i, measure in enumerate(measures):
                 if i in stopped:
                     continue
@@ -138,7 +138,7 @@ def train(
                 if trouble:
                     stopped[i] = training.DivergedError(trouble)
                     continue
-                if due:
+                if when.evaluated(t + 1):
                     with clock.part('evaluation'):
                         seen = jax.device_get(measure.general(jax.tree.map(lambda u, i=i: u[i], held)))
                     new[-1] |= {name: float(value) for name, value in seen.items()}
