@@ -92,6 +92,8 @@ def holding(out: Path) -> Iterator[None]:
 def replace(path: Path, content: str | bytes) -> None:
     """Writes a file beside its place and renames it, so that it is there whole or as it was."""
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.{threading.get_ident()}.tmp')  # others may write it, too
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f'{path} cannot be written: there is no folder {path.parent}')
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)

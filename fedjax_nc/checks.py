@@ -119,7 +119,12 @@ def labels(name: str, y: Any, length: int | None = None, classes: int | None = N
     """
     shape, dtype = np.shape(y), jnp.result_type(y) if traced(y) or isinstance(y, jax.Array) else np.asarray(y).dtype
     if len(shape) != 1 or not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f'{name} must be a vector of integers, not shape {shape}, {dtype}')
+        advice = ''
+        if len(shape) == 1 and jnp.issubdtype(dtype, jnp.floating):
+            advice = ': make them integers, as by y.astype(int)'
+        elif len(shape) == 1 and np.dtype(dtype).kind in 'OSU':
+            advice = ': number them, as by names, y = np.unique(y, return_inverse=True)'
+        raise ValueError(f'{name} must be a vector of integers, not shape {shape}, {dtype}{advice}')
     if length is not None and shape[0] != length:
         raise ValueError(f'{name} must be one for each of {length} examples, not {shape[0]}')
     if traced(y) or shape[0] == 0:
@@ -205,7 +210,7 @@ SUCH_AS = {
     Head: 'a Head, such as heads.linear()',
     Algorithm: 'an Algorithm, such as fedavg.algorithm(task, local.sgd(0.1))',
     FederatedData: 'FederatedData, such as data.federate(x, y, parts)',
-    State: 'a State, such as simulate.init(algorithm, key, data)',
+    State: 'a State, such as simulate.init(algorithm, key, data), or the state of a training.Run',
 }
 """How types are made, for messages."""
 

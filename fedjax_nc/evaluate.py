@@ -89,6 +89,7 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
       ((5, 5), 600)
     """
     checks.kind('algorithm', algorithm, Algorithm)
+    checks.kind('state', state, State)
     checks.whole('num_classes', num_classes)
     if isinstance(x, np.ndarray) and x.nbytes > AT_ONCE and len(x) == len(y):
         rows = max(1, AT_ONCE // x[:1].nbytes)
@@ -148,6 +149,7 @@ def per_client(
       True
     """
     checks.kind('algorithm', algorithm, Algorithm)
+    checks.kind('state', state, State)
     checks.kind('data', data, FederatedData)
     if allowed is not None and np.shape(allowed)[1:] != (data.num_classes,):
         raise ValueError(f'`allowed` must be [K, C] for {data.num_classes} classes, not {np.shape(allowed)}')

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fedjax_nc import checks
 from fedjax_nc.base import FederatedData
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def class_distribution(
     """
     if kind not in ('bubble', 'bars'):
         raise ValueError(f"`kind` must be 'bubble' or 'bars'; got {kind!r}.")
+    checks.kind('data', data, FederatedData)
     counts = np.asarray(data.counts)
     clients, classes = counts.shape
     if class_names is not None and len(class_names) != classes:

@@ -11,7 +11,11 @@ so that the mean of M clients carries noise of standard deviation `z S / M`, and
 of whether a client, with all its examples, took part at all.
 """
 
+import logging
+import math
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,9 @@ from jax.extend import core
 from fedjax_nc import aggregators, checks, tree
 from fedjax_nc.algorithms import fednova
 from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Shard, Tree
+
+MULTIPLIERS = 1e-6, 1e6
+"""The noise that is accounted for."""
 
 
 def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohort: int) -> Algorithm:
@@ -171,31 +178,86 @@ def epsilon(
       ValueError: for arguments out of range, or another `sampling`.
     """
     checks.number('noise_multiplier', noise_multiplier)
+    z = float(noise_multiplier)
+    if z != 0 and not MULTIPLIERS[0] <= z <= MULTIPLIERS[1]:
+        raise ValueError(f'noise_multiplier must be 0, or between 1e-6 and 1e6, not {z}')
+    accountant, event = _accounting(sampling_rate, rounds, delta, sampling)
+    if rounds == 0:
+        return 0.0
+    if z == 0:
+        return math.inf
+    return float(accountant().compose(event(z)).get_epsilon(float(delta)))
+
+
+def noise_multiplier(
+    epsilon: float, sampling_rate: float, rounds: int, delta: float, *, sampling: str = 'fixed'
+) -> float:
+    """The noise with which `rounds` of `private` are (epsilon, delta) differentially private: the inverse of `epsilon`.
+
+    Args:
+      epsilon: what is to be promised, above 0.
+      sampling_rate: share of the population in a cohort, M / K.
+      rounds: how many, at least 1.
+      delta: the allowed failure probability, below 1 / K.
+      sampling: 'fixed' or 'poisson', see `epsilon`.
+
+    Returns:
+      The smallest z that promises it, to about a thousandth of it.
+
+    Raises:
+      ImportError: without dp-accounting.
+      ValueError: for arguments out of range, another `sampling`, or a promise that takes more noise than 1e6.
+    """
+    checks.number('epsilon', epsilon, open_low=True)
+    checks.whole('rounds', rounds)
+    accountant, event = _accounting(sampling_rate, rounds, delta, sampling)
+
+    def enough(z: float) -> bool:
+        return accountant().compose(event(z)).get_epsilon(float(delta)) <= epsilon
+
+    high, last = 1.0, logging.getLogger('absl').level
+    logging.getLogger('absl').setLevel(logging.ERROR)  # of each order that is left out, at each step
+    try:
+        while not enough(high):
+            high *= 4
+            if high > MULTIPLIERS[1]:
+                raise ValueError(f'epsilon {epsilon:g} takes a noise_multiplier above {high / 4:g}: promise less')
+        low = high / 4
+        while low >= MULTIPLIERS[0] and enough(low):
+            low, high = low / 4, low
+        while high > 1.001 * low:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if enough(middle) else (middle, high)
+    finally:
+        logging.getLogger('absl').setLevel(last)
+    return high
+
+
+def _accounting(
+    sampling_rate: float, rounds: int, delta: float, sampling: str
+) -> tuple[Callable[[], Any], Callable[[float], Any]]:
+    """What makes an accountant, and what it is to account for with some noise. Errors are those of `epsilon`."""
     checks.number('sampling_rate', sampling_rate, high=1, open_low=True)
     checks.whole('rounds', rounds, 0)
     checks.number('delta', delta, high=1, open_low=True, open_high=True)
-    # The accountant goes on in the precision of what it is given.
-    z, sampling_rate, delta = float(noise_multiplier), float(sampling_rate), float(delta)
-    if z != 0 and not 1e-6 <= z <= 1e6:
-        raise ValueError(f'noise_multiplier must be 0, or between 1e-6 and 1e6, not {z}')
     if sampling not in ('fixed', 'poisson'):
         raise ValueError(f"sampling must be 'fixed' or 'poisson', not {sampling!r}")
     try:
         import dp_accounting as dp
     except ImportError as error:
         raise ImportError('epsilon needs dp-accounting: pip install "fedjax_nc[privacy]"') from error
-    if rounds == 0:
-        return 0.0
-    if z == 0:
-        return float('inf')
-    if sampling == 'poisson':
-        relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
-        event = dp.PoissonSampledDpEvent(sampling_rate, dp.GaussianDpEvent(z))
-    else:
-        relation = dp.NeighboringRelation.REPLACE_ONE
-        share = Fraction(sampling_rate).limit_denominator(10**9)
-        # The accountant takes the multiplier for that of the sensitivity, which is twice the norm of a message here.
-        half = dp.GaussianDpEvent(z / 2)
-        event = dp.SampledWithoutReplacementDpEvent(share.denominator, share.numerator, half)
-    accountant = dp.rdp.RdpAccountant(neighboring_relation=relation)
-    return float(accountant.compose(event, int(rounds)).get_epsilon(delta))
+    rate = float(sampling_rate)  # the accountant goes on in the precision of what it is given
+    share = Fraction(rate).limit_denominator(10**9)
+    coins = sampling == 'poisson'
+    relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE if coins else dp.NeighboringRelation.REPLACE_ONE
+
+    def event(z: float) -> Any:
+        if coins:
+            once = dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(z))
+        else:
+            # The accountant takes the multiplier for that of the sensitivity, here twice the norm of a message.
+            half = dp.GaussianDpEvent(z / 2)
+            once = dp.SampledWithoutReplacementDpEvent(share.denominator, share.numerator, half)
+        return dp.SelfComposedDpEvent(once, int(rounds))
+
+    return lambda: dp.rdp.RdpAccountant(neighboring_relation=relation), event

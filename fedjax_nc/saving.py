@@ -95,12 +95,16 @@ def load(path: str | Path, algorithm: Algorithm, like: State | None = None) -> S
     content, about = _read(path)
     server, client = _shapes(algorithm, about, like)
     wanted = tree.by_path(_whole(server, client))
-    if odd := sorted(set(wanted) ^ set(content)):
-        where = 'lacks' if odd[0] in wanted else 'holds'
+    if set(wanted) != set(content):
+        lacking, odd = sorted(set(wanted) - set(content)), sorted(set(content) - set(wanted))
+        said = [
+            f'{how} {names[0]}' + (f' and {len(names) - 1} more arrays' if names[1:] else '')
+            for how, names in (('lacks', lacking), ('has beside them', odd))
+            if names
+        ]
         raise ValueError(
-            f'{path} is of another algorithm or model: it {where} {odd[0]}'
-            + (f' and {len(odd) - 1} more are one-sided' if odd[1:] else '')
-            + '; after a stage, hand over a state of its kind as `like`'
+            f'{path} is of another algorithm or model than the one given: of its arrays it {" and ".join(said)}; after '
+            'a stage, hand over a state of its kind as `like`'
         )
     for name, leaf in wanted.items():
         found = content[name]

@@ -239,7 +239,14 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
 
         def one(who: tuple[Array, Array], client: Tree) -> tuple[Tree, Tree, Info]:
             i, at = who
-            return algorithm.client(jax.random.fold_in(key, i), server, client, data.shard(at))
+            out = algorithm.client(jax.random.fold_in(key, i), server, client, data.shard(at))
+            if not (isinstance(out, tuple) and len(out) == 3 and isinstance(out[2], Info)):
+                found = f'a tuple of {len(out)}' if isinstance(out, tuple) else type(out).__name__
+                raise ValueError(
+                    f'`client` of an algorithm returns (client, message, info), of which info is a base.Info, and this '
+                    f'one returns {found}'
+                )
+            return out
 
         def run_chunk(held: Tree, ids: Array, at: Array, rows: Array, slots: Array) -> tuple[Tree, Tree, Tree]:
             new, messages, info = _lanes_of(one)((ids, at), tree.take(held, rows))

@@ -106,10 +106,10 @@ class Play:
         self.round = jax.jit(counted)
         self.state, self.report = self.rounds(data)
 
-    def rounds(self, data: FederatedData, ids: Array | None = None) -> tuple[State, Any]:
-        """The same two rounds on other `data`, or by other clients, `ids`: state and report after the second."""
+    def rounds(self, data: FederatedData, ids: Array | None = None, keys: Array | None = None) -> tuple[State, Any]:
+        """The same two rounds on other `data`, by other clients, `ids`, or with other `keys`: state and last report."""
         state, report = self.before, None
-        for key in self.keys:
+        for key in self.keys if keys is None else keys:
             state, report = self.round(key, state, data, self.cohort if ids is None else ids)
         return state, report
 
@@ -119,7 +119,7 @@ def check(
     data: FederatedData | None = None,
     *,
     state: State | None = None,
-    skip: Collection[str] = (),
+    skip: str | Collection[str] = (),
     generic: bool = True,
     moves_fixed: bool | Collection[str] = False,
     atol: float = 5e-5,
@@ -132,7 +132,7 @@ def check(
       data: what it can train on: more than five clients with examples, of different sizes. By default `clients()`:
         eight of 1 to 200 examples, [12] float32, of five classes.
       state: what the rounds begin with, for a stage that takes over from training; by default `simulate.init`.
-      skip: names of `CLAUSES` that are left out, such as 'nobody' for a server that adds noise.
+      skip: one or more names of `CLAUSES` that are left out, such as 'nobody' for a server that adds noise.
       generic: whether there is a generic model, `predict(server, None, x)`.
       moves_fixed: whether the server moves what is `fixed` of `Variables`, or the names of those parts that it moves.
       atol: how far results may be apart that differ in the order of sums alone.
@@ -142,6 +142,7 @@ def check(
       ContractError: an `AssertionError` that names each broken clause, what was seen, and what to do.
       ValueError: for arguments that are not of their kind.
     """
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
     if unknown := sorted(set(skip) - set(CLAUSES)):
         raise ValueError(f'no clause is called {", ".join(unknown)}; there are {", ".join(CLAUSES)}')
     data = clients() if data is None else data
@@ -251,6 +252,30 @@ def padding(play: Play) -> str:
     dirty = data._replace(index=jnp.where(n < data.size[:, None], data.index, junk).astype(data.index.dtype))
     if said := _changed(play.rounds(dirty)[0], play.state, 0):
         return f'other rows in the padding of `shard.index` change the state, {said}: only the first `size` are real'
+    return ''
+
+
+def masks(play: Play) -> str:
+    """Rows that only fill a batch count for nothing: a client of three examples does the same in a batch of three."""
+    data, few = play.data, 3
+    client = next(int(k) for k in play.by_size if data.size[k] >= min(few, int(jnp.max(data.size))))
+    few = min(few, int(data.size[client]))
+    size = jnp.minimum(data.size, few)
+    held = jax.nn.one_hot(data.y[data.index[:, :few]], data.num_classes, dtype=jnp.int32)
+    counts = jnp.sum(jnp.where(jnp.arange(few)[:, None] < size[:, None, None], held, 0), axis=1)
+    wide = data._replace(size=size, counts=counts.astype(data.counts.dtype))
+    narrow = wide._replace(index=data.index[:, :few])  # batches are no wider than the table: there is nothing to fill
+    ids = jnp.full(_MEMBERS, data.num_clients, jnp.int32).at[1].set(client)
+    state, report = play.rounds(narrow, ids)
+    other, _ = play.rounds(narrow, ids, play.keys[::-1])
+    if _changed(state, other, play.atol):
+        return ''  # dropout, augmentation, or batches of fewer: how they are filled may show in what is drawn
+    filled, told = play.rounds(wide, ids)
+    advice = 'leave out where `batch.mask` is False: `objective.masked_mean`, `classwise.means`'
+    if said := _changed(filled, state, play.atol):
+        return f'{few} examples and rows that fill their batch leave another state than {few} alone, {said}: {advice}'
+    if said := _changed(told.loss, report.loss, 0.2 * play.atol):
+        return f'{few} examples and rows that fill their batch report another loss than {few} alone, {said}: {advice}'
     return ''
 
 
@@ -403,7 +428,8 @@ def fixed(play: Play) -> str:
 CLAUSES: dict[str, Callable[[Play], str]] = {
     clause.__name__: clause
     for clause in (
-        trace, pure, chunks, order, padding, owned, finite, absent, company, several, resumed, nobody, predict, fixed
+        trace, pure, chunks, order, padding, masks, owned, finite, absent, company, several, resumed, nobody, predict,
+        fixed,
     )
 }  # fmt: skip
 """The contract. A clause says in one line what was seen and what to do about it, and nothing where it is kept."""

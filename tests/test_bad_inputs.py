@@ -17,6 +17,7 @@ from fedjax_nc import (
     algorithms,
     checks,
     classwise,
+    evaluate,
     frames,
     gaussians,
     heads,
@@ -24,9 +25,12 @@ from fedjax_nc import (
     losses,
     metrics,
     models,
+    plots,
     privacy,
+    saving,
     server_optimizers,
     simulate,
+    training,
 )  # fmt: skip
 from fedjax_nc.algorithms import fedavg, fedprox, latest, moon
 from fedjax_nc.data import federate
@@ -302,3 +306,68 @@ def test_traced_numbers_are_taken(data, name):
 
 def test_labels_beyond_the_logits():
     refused(lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.array([0, 7])), 'labels must lie in [0, 3)')
+
+
+def two(key, server, client, shard):
+    """A client that forgets its report."""
+    return client, server
+
+
+LATER = {
+    'a penalty that is a name': (lambda: fedavg.algorithm(toys.task, toys.opt, penalty='l2'), 'penalty must be a func'),
+    'a penalty of nothing': (
+        lambda: played(fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, penalty=lambda *_: None)),
+        'what penalty returns must be one number, not None',
+    ),
+    'a penalty of each example': (
+        lambda: played(
+            fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, penalty=lambda v, z, *_: jnp.sum(z**2, 1))
+        ),
+        r'what penalty returns must be one number, not an array',
+    ),
+    'a client without a report': (
+        lambda: played(fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)._replace(client=two)),
+        r'returns \(client, message, info\), .* a tuple of 2',
+    ),
+    'a run for a state': (
+        lambda: evaluate.generic(PLAIN, training.Run((), [], 0.0, 0.0), SINGLE.x, SINGLE.y, 5),
+        'state must be a State, .* or the state of a training.Run, not Run',
+    ),
+    'a run for the state of clients': (
+        lambda: evaluate.per_client(PLAIN, training.Run((), [], 0.0, 0.0), SINGLE),
+        'state must be a State',
+    ),
+    'a metric by name': (
+        lambda: training.run(PLAIN, toys.KEY, (), SINGLE, rounds=1, evaluate='accuracy'),
+        "evaluate must be a function, not 'accuracy'",
+    ),
+    'a partition for clients': (lambda: plots.class_distribution([np.arange(3)]), 'data must be FederatedData'),
+    'one width': (
+        lambda: models.from_flax(models.MLP(8)).init(toys.KEY, SINGLE.x),
+        r'widths are one for each layer, such as MLP\(\(8,\)\)',
+    ),
+    'a folder that is not there': (
+        lambda: saving.save('no/where.safetensors', PLAIN, simulate.init(PLAIN, toys.KEY, SINGLE), SINGLE),
+        'no/where.safetensors cannot be written: there is no folder no',
+    ),
+    'labels with a point': (lambda: federate(SINGLE.x, np.arange(5.0), [range(5)]), r'as by y.astype\(int\)'),
+    'names for labels': (lambda: federate(SINGLE.x, np.array([*'abcde']), [range(5)]), r'np.unique\(y, return_inv'),
+}
+PLAIN = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+
+
+def played(algorithm):
+    simulate.make_round(algorithm)(toys.KEY, simulate.init(algorithm, toys.KEY, SINGLE), SINGLE)
+
+
+@pytest.mark.parametrize('what', LATER)
+def test_what_people_mistake_is_told_in_their_words(what):
+    wrong, said = LATER[what]
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        wrong()
+
+
+def test_labels_that_begin_with_1_are_told():
+    with pytest.warns(UserWarning, match='6 classes, the first of them empty: subtract 1'):
+        assert federate(SINGLE.x, np.arange(1, 6), [range(5)]).num_classes == 6
+    assert federate(SINGLE.x, np.arange(1, 6), [range(5)], 6).num_classes == 6

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_nc import experiments, simulate
+from fedjax_nc import evaluate, experiments, simulate
 from fedjax_nc.experiments import report, study
 
 ROOT = Path(__file__).parent.parent
@@ -389,6 +389,31 @@ def test_clients_of_the_last_round_have_the_models_that_they_keep(bench, tmp_pat
     chosen = cohort_models.choices(result)
     assert chosen['.. the round of the best GM'][0] == max(row['GM'] for row in result['rounds'])
     assert f'{100 * result["all"]["PM(V)"]:.1f}' in cohort_models.markdown({'FedAvg': result})
+
+
+def test_the_first_refits_are_those_of_the_table(bench, tmp_path, monkeypatch):
+    refits = importlib.import_module('ccvr_refits')
+    setting = experiments.Setting(
+        dataset='digits', model='mlp', pixels='half', crop=0, flip=False, algorithm='ccvr', clients=4, lr=0.05,
+        participation=1.0, batch_size=16, partition='dirichlet', alpha=0.1, tests='common', rounds=2, local_epochs=1,
+    )  # fmt: skip
+    for name, last in (('REAL', 'after the power transform'), ('VIRTUAL', 'no power transform')):
+        ways = getattr(refits, name)
+        monkeypatch.setattr(refits, name, {way: ways[way] for way in (next(iter(ways)), last)})
+    measure, state = refits.trained(setting, argparse.Namespace(data_dir=None), tmp_path)
+    result, key, recipe = refits.refitted(measure, state, 1), jax.random.fold_in(measure.k_tune, 0), measure.recipe
+    algorithm, oracle = recipe.oracle
+    begun = simulate.join(recipe.calibrate, key, state.server, 4)
+    calibrated, _ = simulate.make_round(recipe.calibrate, chunk=1)(key, begun, measure.train)
+    for kind, stage, after in (
+        ('real', algorithm, oracle(key, state, measure.train)),
+        ('virtual', recipe.calibrate, calibrated),
+    ):
+        first, _ = result[kind].values()
+        assert first == pytest.approx([float(evaluate.accuracy(measure.table(stage, after)))], abs=0.005)
+        assert f'| {100 * first[0]:.1f} |' in refits.markdown({'digits': {**result, **dict.fromkeys(
+            ('rounds', 'keys', 'device', 'date'), '')}})  # fmt: skip
+    assert result['trained'] == pytest.approx(float(evaluate.accuracy(measure.table(algorithm, state))))
 
 
 def test_jpeg_once_more_changes_what_varies_and_keeps_places(bench):

@@ -169,7 +169,7 @@ def test_what_goes_wrong_ends_in_one_line(args, said, frames, tmp_path, ended):
         args = [*args, *(('--out', 'OUT') if args[0] in ('run', 'report') else ())]
     line = ended(*[paths.get(word, word) for word in args]).splitlines()[-1:]
     assert line, 'nothing was said'
-    assert line[0].startswith(f'{shell.PROG}')
+    assert line[0].startswith('fedjax-nc')
     assert 'error: ' in line[0]
     assert said in line[0]
 
@@ -184,6 +184,25 @@ def test_as_a_program(tmp_path):
     assert done.stdout == ''
     assert done.stderr.startswith('fedjax_nc.experiments: error: no_such_table is neither')
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_console_script_finds_methods_in_the_current_folder(tmp_path):
+    (tmp_path / 'fedjax-nc').write_text('from fedjax_nc.experiments.__main__ import program\nprogram()\n')
+    (tmp_path / 'here').mkdir()
+    (tmp_path / 'here' / 'mymethod.py').write_text('from fedjax_nc.algorithms.fedavg import algorithm\n')
+    (tmp_path / 'here' / 'mine.toml').write_text(
+        'title = "Mine"\nmetrics = {general = "global_accuracy"}\nsetting = {dataset = "digits"}\n'
+        'methods = {Mine = {algorithm = "mymethod:algorithm"}}\n'
+    )
+    done = [
+        subprocess.run(
+            [sys.executable, str(tmp_path / 'fedjax-nc'), 'show', name],
+            capture_output=True, text=True, check=False, cwd=tmp_path / 'here',
+        )
+        for name in ('mine.toml', 'yours')
+    ]  # fmt: skip
+    assert 'algorithm = mymethod:algorithm' in done[0].stdout, done[0].stderr
+    assert done[1].stderr.startswith('fedjax-nc: error: yours is neither')
 
 
 def test_the_console_script_is_that_program():

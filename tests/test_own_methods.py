@@ -3,13 +3,14 @@
 import importlib
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import toys
 
 from fedjax_nc import experiments, local, testing
 from fedjax_nc.experiments import Setting, command, recipes, runner
-from fedjax_nc.experiments.study import Study
+from fedjax_nc.experiments.study import Run, Study
 
 MODULE = '''
 """FedAvg with steps that are halved, and the same with a decay of the head."""
@@ -108,6 +109,26 @@ def test_a_study_takes_it_beside_others(tmp_path):
     found = [runner.summary(run, tmp_path / 'out') for run in study.runs]
     assert [summary['algorithm'] for summary in found] == ['fedavg', 'steps.halved:decayed']
     assert sorted(path.name.split('-')[0] for path in (tmp_path / 'out' / 'runs').iterdir()) == ['decayed', 'fedavg']
+
+
+def test_a_study_says_where_its_method_has_changed_since(mine, tmp_path, capsys):
+    setting = Setting(**DIGITS, algorithm='steps.halved:algorithm')
+    run = Run('Mine', '', 0, setting)
+    folder = runner.where(run, tmp_path)
+    experiments.run(setting, folder, progress=False)
+    table = {
+        'title': 'Mine', 'seeds': [0], 'metrics': {'general': 'global_accuracy'}, 'setting': DIGITS,
+        'methods': {'Mine': {'algorithm': 'steps.halved:algorithm'}},
+    }  # fmt: skip
+    again = Study.of(table, 'mine')
+    assert again.runs == (run,)
+    assert runner.carry_out(again, tmp_path) == []
+    assert 'has changed' not in capsys.readouterr().err
+    path = Path(mine.__file__)
+    path.write_text(path.read_text() + '\n# another thought\n')
+    assert runner.carry_out(again, tmp_path) == []
+    said = [line for line in capsys.readouterr().err.splitlines() if 'has changed' in line]
+    assert said == [f'Mine, seed 0: its method has changed since it was run: delete {folder} to have it run again']
 
 
 def test_clients_count_as_asked_where_the_factory_can_say_so(tmp_path):

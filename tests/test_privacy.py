@@ -379,6 +379,22 @@ class TestEpsilon:
         assert privacy.epsilon(0.0, 0.1, 50, 1e-5) == math.inf
 
 
+@pytest.mark.parametrize('sampling', ['fixed', 'poisson'])
+def test_the_noise_of_a_promise_keeps_it_and_hardly_more(sampling):
+    pytest.importorskip('dp_accounting')
+    for epsilon, rate in ((3.0, 0.1), (50.0, 1.0)):
+        z = privacy.noise_multiplier(epsilon, rate, 20, 1e-5, sampling=sampling)
+        told = [privacy.epsilon(noise, rate, 20, 1e-5, sampling=sampling) for noise in (z, z / 1.01)]
+        assert 0.98 * epsilon < told[0] <= epsilon < told[1]
+    for wrong, said in (
+        ({'epsilon': 0.0}, 'epsilon must be positive'),
+        ({'rounds': 0}, 'rounds must be at least 1'),
+        ({'epsilon': 1e-9, 'rounds': 10**9}, 'takes a noise_multiplier above'),
+    ):
+        with pytest.raises(ValueError, match=said):
+            privacy.noise_multiplier(**{'epsilon': 1.0, 'sampling_rate': 0.5, 'rounds': 20, 'delta': 1e-5, **wrong})
+
+
 def test_epsilon_without_the_accountant_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, 'dp_accounting', None)
     with pytest.raises(ImportError, match=r'fedjax_nc\[privacy\]'):

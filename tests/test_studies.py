@@ -492,6 +492,7 @@ def test_tensorboard_from_the_command_line(tmp_path):
         ({'algorithm': 'fedetf', 'head': 'linear'}, "fedetf has no head 'linear', it takes etf"),
         ({'algorithm': 'solo', 'server_optimizer': 'fedadam'}, 'solo has no server model to optimize'),
         ({'algorithm': 'fednh', 'options': {'rho': 1.5}}, 'rho'),
+        ({'lr': 0.1}, "odd, skewed, seed 0: names no 'algorithm'"),
     ],
 )
 def test_methods_are_checked_when_a_study_is_read(method, said):

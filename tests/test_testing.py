@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import aggregators, simulate, testing, tree
+from fedjax_nc import aggregators, losses, simulate, testing, tree
 from fedjax_nc.algorithms import fedavg, solo
 from fedjax_nc.base import Aggregator, Algorithm, Info
 from fedjax_nc.data import federate
@@ -89,6 +89,26 @@ def junk_of_padding(key, server, mine, shard):
     return 1e-3 * jnp.mean(shard.x[shard.index])
 
 
+def unmasked(v, z, batch):
+    return jnp.mean(losses.cross_entropy(toys.task.logits(v, z), batch.y))
+
+
+def changing_plain(**functions):
+    """As `changing`, without noise of its own."""
+    plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    return plain._replace(**{name: make(getattr(plain, name)) for name, make in functions.items()})
+
+
+def told_by_slots(sound):
+    """A client that reports a mean over all rows that it has computed."""
+
+    def work(key, server, mine, shard):
+        mine, message, info = sound(key, server, mine, shard)
+        return mine, message, info._replace(loss=info.loss * info.examples / jnp.maximum(info.slots, 1))
+
+    return work
+
+
 FAULTS = {
     'trace: another type': (
         changing(server=server(lambda v, a: moved(v, lambda u: u.astype(jnp.float16)))),
@@ -104,6 +124,19 @@ FAULTS = {
     'chunks: means of chunks': (changing(aggregate=of_means), 'chunks', 'must be a sum over messages'),
     'order: noise by slot': (changing(aggregate=of_the_slot), 'order', 'nothing may depend on slots'),
     'padding: rows beyond the size': (changing(client=client(junk_of_padding)), 'padding', 'the first `size` are real'),
+    'masks: a penalty of all rows': (
+        fedavg.algorithm(
+            toys.task, toys.opt, plan=toys.PLAN, penalty=lambda v, z, batch, server, mine: 0.1 * jnp.mean(z**2)
+        ),
+        'masks',
+        '3 examples and rows that fill their batch leave another state than 3 alone, .* `objective.masked_mean`',
+    ),
+    'masks: a loss of all rows': (
+        fedavg.algorithm(toys.task._replace(loss=unmasked), toys.opt, plan=toys.PLAN),
+        'masks',
+        'leave another state',
+    ),
+    'masks: a loss that is told': (changing_plain(client=told_by_slots), 'masks', 'report another loss'),
     "owned: the pool's mean": (
         changing(client=client(lambda key, server, mine, shard: 1e-3 * jnp.mean(shard.x))),
         'owned',

@@ -8,6 +8,7 @@ mean of the deltas weighted by numbers of examples. With another server optimize
 it is FedOpt (Reddi et al., ICLR 2021. https://arxiv.org/abs/2003.00295).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -142,8 +143,9 @@ def algorithm(
       `persist_momentum` the state of the client's optimizer. All predictions are those of the generic model.
 
     Raises:
-      ValueError: for an objective, plan, optimizers or aggregators that are none, or do not join models, or `parts`
-        without a name; on `init`, for a name in `parts` that no parameters have.
+      ValueError: for an objective, plan, optimizers, penalty or aggregators that are none, or do not join models, or
+        `parts` without a name; on `init`, for a name in `parts` that no parameters have; in the first round, for a
+        penalty that is no number.
 
     Example:
       >>> import jax
@@ -172,6 +174,8 @@ def algorithm(
                 f'{name} must be an Aggregator of models, such as aggregators.mean, or aggregators.stacked(...) around '
                 'a function of all messages'
             )
+    if penalty is not None and not callable(penalty):
+        raise ValueError(f'penalty must be a function, such as fedprox.proximal(0.1), not {checks.shown(penalty)}')
     follow = server_opt or optax.sgd(1.0)
 
     def init(key: Array, data: FederatedData) -> Server:
@@ -193,7 +197,9 @@ def algorithm(
             z, stats = task.features(u, batch)
             value = task.loss(u, z, batch)
             if penalty is not None:
-                value += penalty(u, z, batch, server, client)
+                term = penalty(u, z, batch, server, client)
+                checks.number('what penalty returns', term, -math.inf, finite=False)
+                value += term
             return value, stats
 
         start = client if persist_momentum else None

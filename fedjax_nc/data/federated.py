@@ -1,5 +1,6 @@
 """Partitions become `FederatedData`: one pool of examples on the device and a table of row numbers per client."""
 
+import warnings
 from collections.abc import Sequence, ValuesView
 from typing import Any, Literal
 
@@ -61,7 +62,14 @@ def federate(
         raise ValueError(f'a pool of {length} examples is beyond counting: it holds at most {2**31 - 1}.')
     labels = arguments.labels('`y`', y, classes=num_classes)
     x = _host_pool(x, len(labels)) if host else _pool(x, len(labels))
-    num_classes = int(labels.max()) + 1 if num_classes is None else num_classes
+    if num_classes is None:
+        num_classes = int(labels.max()) + 1
+        if labels.min() == 1:
+            warnings.warn(
+                f'no label of `y` is 0 and they go to {num_classes - 1}, so that there are {num_classes} classes, the '
+                'first of them empty: subtract 1 if they are numbered from 1, or give num_classes',
+                stacklevel=2,
+            )
     if isinstance(parts, ValuesView):
         parts = list(parts)
     arguments.several('`parts`', parts, 'one vector of rows per client')

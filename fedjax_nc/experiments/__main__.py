@@ -6,12 +6,16 @@
     python -m fedjax_nc.experiments run study.toml --rows FedAvg FedNH --seeds 0 1 2
     python -m fedjax_nc.experiments report study.toml
 
+`fedjax-nc` is the same command. Runs are kept in OUT/runs, one folder each, which studies share; the report of a study
+is in OUT/STUDY. OUT is the folder `runs`, if --out names no other.
+
 What is finished is not run again and what was interrupted goes on: the same command can be given until all is done.
 """
 
 import argparse
 import contextlib
 import math
+import sys
 from pathlib import Path
 
 from tqdm import tqdm
@@ -23,10 +27,10 @@ from fedjax_nc.experiments.study import Run, Study
 PROG = 'fedjax_nc.experiments'
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None, prog: str = PROG) -> argparse.Namespace:
     """The command line."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = command.Parser(prog=PROG, description=__doc__, formatter_class=form)
+    parser = command.Parser(prog=prog, description=__doc__, formatter_class=form)
     kinds = parser.add_subparsers(dest='task', required=True, metavar='list|show|run|report')
     kinds.add_parser('list', help='the published tables, one line each')
     shown = kinds.add_parser('show', help='the settings of a study and what was published')
@@ -51,9 +55,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, prog: str = PROG) -> None:
     """Does what a command line says."""
-    args = arguments(argv)
+    args = arguments(argv, prog)
     if args.task == 'list':
         print('\n'.join(line(Study.read(name)) for name in study.tables()))
         return
@@ -82,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     print((folder / 'report.md').read_text())
     print(f'written to {folder}')
     if args.task == 'run' and left:
-        raise SystemExit(f'{PROG}: {len(left)} of {len(runner.distinct(chosen.runs))} runs are not done')
+        raise SystemExit(f'{prog}: {len(left)} of {len(runner.distinct(chosen.runs))} runs are not done')
 
 
 def board(run: Run, folder: Path) -> contextlib.AbstractContextManager[training.OnRound]:
@@ -135,8 +139,11 @@ def described(chosen: Study) -> str:
 
 
 def program() -> None:
-    """The console script."""
-    command.script(main, PROG, resume=None)
+    """The console script, and `python -m`: methods of one's own may lie in the current folder for both."""
+    if str(Path.cwd()) not in sys.path and '' not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    prog = PROG if Path(sys.argv[0]).name == '__main__.py' else Path(sys.argv[0]).stem
+    command.script(lambda: main(prog=prog), prog, resume=None)
 
 
 if __name__ == '__main__':

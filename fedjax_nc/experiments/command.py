@@ -215,8 +215,11 @@ def script(main: Callable[[], Any], prog: str, resume: str | None = '--resume') 
     except PROBLEMS as problem:
         sys.exit(f'{prog}: error: {" ".join(str(problem).split())}')
     except KeyboardInterrupt as stopped:
-        named = ['-m', prog, *sys.argv[1:]] if Path(sys.argv[0]).name == '__main__.py' else sys.argv
+        called = Path(sys.argv[0])
+        named = ['python', *sys.argv] if called.suffix == '.py' else [called.name, *sys.argv[1:]]
+        if called.name == '__main__.py':
+            named = ['python', '-m', prog, *sys.argv[1:]]
         again = [*named, *([resume] if resume and resume not in sys.argv else [])]
-        print(f'\n{prog}: stopped; go on with: python {shlex.join(again)}', file=sys.stderr, flush=True)
+        print(f'\n{prog}: stopped; go on with: {shlex.join(again)}', file=sys.stderr, flush=True)
         # At once: what the library may still hold open was never finished, and is not what is resumed from.
         os._exit(128 + int(stopped.args[0] if stopped.args else signal.SIGINT))

@@ -82,6 +82,7 @@ def run(
     if tune and host:
         raise ValueError('what is tuned has its examples on the device: tune without host')
     provenance.commit()  # that of the code which runs, whatever is changed meanwhile
+    record = {**(record or {}), 'source': provenance.source(setting.algorithm) or None}
     with _checkpoints.holding(out):
         settle(setting, out, resume)
         provenance.forget_peak()
@@ -93,14 +94,14 @@ def run(
         with clock.part('tuning') if tune else contextlib.nullcontext():
             choice = chosen(setting, scene, out, chunk, tune, progress)
         if choice != tuning.Choice(chunk=chunk):
-            record = {**(record or {}), 'tuned': choice._asdict()}
+            record |= {'tuned': choice._asdict()}
         recipe = build(setting, scene[0], choice)
         measure = Measures(setting, recipe, scene, choice.chunk)
         with clock.part('initialisation'):
             state = measure.begun()
             first = jax.device_get(state.server)  # training takes the buffers of the state
         write(out / 'seconds.json', clock.seconds)
-        config = {**setting.plain(), **{k: v for k, v in (record or {}).items() if v is not None}}
+        config = {**setting.plain(), **{k: v for k, v in record.items() if v is not None}}
         if not (out / 'config.json').exists():
             write(out / 'config.json', config)
 

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_nc import _checkpoints, _progress, data, training
-from fedjax_nc.experiments import geometry, pipeline, scene, seeds
+from fedjax_nc.experiments import geometry, pipeline, provenance, scene, seeds
 from fedjax_nc.experiments.geometry import Geometry
 from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Run, Study
@@ -65,6 +65,9 @@ def carry_out(
     """
     left = [run for run in distinct(study.runs) if summary(run, out) is None]
     told, missing, trouble = Teller(study, out, show), list[Run](), None
+    for run in distinct(study.runs):
+        if run not in left and outdated(run, out):
+            told.of(run, f'its method has changed since it was run: delete {where(run, out)} to have it run again')
     for runs, error in refused(left, out, data_dir):  # before hours have been spent on others
         told.left_out(runs, error)
         missing, trouble = missing + runs, trouble or error
@@ -96,6 +99,16 @@ def carry_out(
     if trouble and not told.seconds:
         raise trouble
     return missing
+
+
+def outdated(run: Run, out: str | Path) -> bool:
+    """Whether the file of a method of one's own is not what it was when the run was begun, as far as that is known."""
+    if not isinstance(run.setting, Setting):
+        return False
+    path = where(run, out) / 'config.json'
+    before = pipeline.known(path).get('source') if path.exists() else None
+    now = provenance.source(run.setting.algorithm)
+    return bool(before and now and before != now)
 
 
 def refused(
@@ -270,13 +283,16 @@ class Teller:
         return f', about {tqdm.format_interval(missing * each)} left'
 
     def left_out(self, runs: Sequence[Run], error: Exception) -> None:
-        """Some cannot be run, all for one reason; a warning says so where lines are not shown."""
+        """Some cannot be run, all for one reason."""
         for run in runs:
-            line = f'{run.label}: left out: {" ".join(str(error).split())}'
-            if self.show:
-                print(line, file=sys.stderr, flush=True)
-            else:
-                warnings.warn(line, stacklevel=3)
+            self.of(run, f'left out: {" ".join(str(error).split())}')
+
+    def of(self, run: Run, text: str) -> None:
+        """Something about one; a warning where lines are not shown."""
+        if self.show:
+            print(f'{run.label}: {text}', file=sys.stderr, flush=True)
+        else:
+            warnings.warn(f'{run.label}: {text}', stacklevel=4)
 
     def done(self, run: Run, found: Mapping[str, Any], seconds: float, rest: list[Run]) -> None:
         """One more run is done."""

@@ -78,6 +78,7 @@ def run(
             if _checkpoints.Files(folder).begun():
                 raise ValueError(f'{folder} already holds a run: choose another directory')
         provenance.forget_peak()
+        source = provenance.source(first.algorithm)
         with clock.part('data'):
             alone = [load(setting, data_dir) for setting in settings]
             scenes = alike(alone)
@@ -92,7 +93,7 @@ def run(
             if isinstance(done, training.DivergedError):
                 found.append(done)
                 continue
-            config = measure.setting.plain()
+            config = {**measure.setting.plain(), **({'source': source} if source else {})}
             pipeline.write(folder / 'config.json', config)
             files = _checkpoints.Files(folder, _training.about(recipe.train, scene[1], measure.setting.cohort))
             files.log(done.history)

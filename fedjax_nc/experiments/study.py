@@ -57,7 +57,7 @@ PARTS = ('title', 'source', 'notes', 'baseline', 'seeds', 'kind', 'metrics', 'se
 SCALE = ('about', 'minutes', 'methods', 'scenes', 'seeds', 'setting')
 KINDS: dict[str, type[Setting] | type[Geometry]] = {'training': Setting, 'geometry': Geometry}
 KIND_OF: dict[str, Any] = {
-    'title': str, 'source': str, 'about': str, 'notes': list, 'seeds': list | tuple, 'methods': Mapping | list,
+    'title': str, 'source': str, 'about': str, 'notes': list, 'methods': Mapping | list,
     'scenes': Mapping | list, 'baseline': str, 'kind': str, 'minutes': int | float, 'setting': Mapping,
 }  # fmt: skip
 BESIDE = ('unavailable', 'metrics', 'methods')  # what scenes and methods say that is no setting
@@ -193,9 +193,13 @@ class Study:
         own = {row: dict(table(f'methods.{row}.metrics', said.get('metrics', {}))) for row, said in methods.items()}
         for row, said in own.items():
             only(f'the metrics of {row}', said, list(tables['metrics']))
-        seeds = tuple(chosen.get('seeds', plain.get('seeds', (0, 1, 2))))
-        if not seeds or not all(type(s) is int and s >= 0 for s in seeds) or len(set(seeds)) < len(seeds):
-            raise ValueError(f'seeds must be different whole numbers, at least one, not {checks.shown(seeds)}')
+        seeds = chosen.get('seeds', plain.get('seeds', (0, 1, 2)))
+        several = isinstance(seeds, list | tuple) and seeds
+        if not several or not all(type(s) is int and s >= 0 for s in seeds) or len(set(seeds)) < len(seeds):
+            raise ValueError(
+                f'seeds must be different whole numbers, at least one, as [0, 1, 2], not {checks.shown(seeds)}'
+            )
+        seeds = tuple(seeds)
         runs, tried = [], set()
         for seed in seeds:  # seed by seed, so that an unfinished study compares like with like
             for scene in columns:
@@ -205,6 +209,8 @@ class Study:
                         tables['setting'], scenes[scene], methods[method], own_scene, chosen.get('setting', {})
                     )
                     try:
+                        if kind == 'training' and 'algorithm' not in said:
+                            raise ValueError(f"names no 'algorithm': say it in methods.{method}, or in setting for all")
                         setting = KINDS[kind].of({**said, 'seed': seed})
                         if isinstance(setting, Setting) and (method, scene) not in tried:  # the same under all seeds
                             checked(setting)

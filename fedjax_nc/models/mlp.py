@@ -28,6 +28,8 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, *, mask: Array | None = None, train: bool = False) -> Array:
+        if isinstance(self.widths, int):
+            raise ValueError(f'widths are one for each layer, such as MLP(({self.widths},)), not {self.widths}')
         x = x.reshape(x.shape[0], -1)
         for width in self.widths:
             x = jax.nn.relu(layers.dense(width, x.shape[-1], self.dtype)(x))
