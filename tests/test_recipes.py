@@ -241,6 +241,8 @@ def test_recipes_tell_what_their_methods_were_made_with():
         'fedloge': {'frame': 'sparse_etf', 'aux_bias': False},
         'ccvr': {'base': 'fedavg', 'samples': 100, 'transform': 'tukey(power=0.5, shift=0.0)'},
         'scaffold': {'option': 'II', 'aggregate': 'uniform'},
+        'fedbabu': {'base': 'fedavg', 'aggregate': 'uniform', 'persist_momentum': False},
+        'fedper': {'base': 'fedavg', 'aggregate_stats': 'uniform'},
         'fedaws': {'margin': 0.8, 'steps': 30},
         'creff': {'retrain': {'batch_size': 64, 'epochs': 300, 'tails': []}},
     }

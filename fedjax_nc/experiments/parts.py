@@ -68,10 +68,25 @@ def trained(factory: Callable[..., Algorithm], *args: Any, **kwargs: Any) -> Rec
     Returns:
       A recipe without a stage after training.
     """
+    given = {**defaults(factory), **kwargs}
+    told = {name: plain(value) for name, value in given.items() if name not in SAID}
+    if 'base' not in given:
+        return Recipe(factory(*args, **kwargs), told=told)
+    base, under = given['base'], dict[str, Any]()
+
+    def seen(*args: Any, **kwargs: Any) -> Algorithm:
+        under.update({**defaults(base), **kwargs})
+        return base(*args, **kwargs)
+
+    algorithm = factory(*args, **{**kwargs, 'base': seen})
+    more = {name: plain(value) for name, value in under.items() if name not in (*SAID, 'parts', *told)}
+    return Recipe(algorithm, told={**told, 'base': base.__module__.rpartition('.')[2], **more})
+
+
+def defaults(factory: Callable[..., Any]) -> dict[str, Any]:
+    """What the arguments of a function are by default that can be given by name alone."""
     known = inspect.signature(factory).parameters.values()
-    defaults = {u.name: u.default for u in known if u.kind is u.KEYWORD_ONLY and u.default is not u.empty}
-    told = {name: plain(value) for name, value in {**defaults, **kwargs}.items() if name not in SAID}
-    return Recipe(factory(*args, **kwargs), told=told)
+    return {u.name: u.default for u in known if u.kind is u.KEYWORD_ONLY and u.default is not u.empty}
 
 
 def plain(value: Any) -> Any:
