@@ -268,9 +268,14 @@ def key(name: str, value: Any) -> None:
       value: anything; one key of `jax.random.key` passes, or [2] uint32 of `jax.random.PRNGKey`.
 
     Raises:
-      ValueError: for what is none, or several.
+      ValueError: for what is none, or several, or of a generator with which results would depend on chunks.
     """
     dtype = getattr(value, 'dtype', None)
     typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
     if not (typed and not value.ndim) and not (dtype == jnp.uint32 and np.shape(value) == (2,)):
         raise ValueError(f'{name} must be a random key, such as jax.random.key(0), not {shown(value)}')
+    if typed and 'rbg' in (made := str(jax.random.key_impl(value))):
+        raise ValueError(
+            f'{name} is of {made}, which draws other numbers for clients side by side than one by one: make it with '
+            "jax.random.key(0, impl='threefry2x32')"
+        )

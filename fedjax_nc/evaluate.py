@@ -126,7 +126,8 @@ def per_client(
       data: as many clients as the state has; a client without examples gets a table of zeros. Of `data.HostData` some
         clients' examples travel at a time.
       personal: whether clients use their own models or all the generic one.
-      allowed: [K, C], which classes a client may predict at all, such as `train.counts > 0`; every one by default.
+      allowed: [K, C], which classes a client may predict at all, such as `train.counts > 0`; every one by default, and
+        for a client whose row allows none.
       batch_size: examples at a time.
 
     Returns:
@@ -179,7 +180,9 @@ def _per_client(
 
         def predict(x: Array) -> Array:
             logits = algorithm.predict(state.server, client if personal else None, x)
-            return logits if known is None else jnp.where(known, logits, -jnp.inf)
+            if known is None:
+                return logits
+            return jnp.where(known | ~jnp.any(known), logits, -jnp.inf)  # who may predict nothing is not restricted
 
         return confusion(predict, data.shard(i), batch_size)
 

@@ -153,7 +153,7 @@ def init(algorithm: Algorithm, key: Array, data: FederatedData, folder: str | Pa
     checks.key('key', key)
     checks.kind('data', data, FederatedData)
     k_server, k_clients = jax.random.split(key)
-    server = algorithm.init(k_server, data)
+    server = jax.tree.map(jnp.array, algorithm.init(k_server, data))  # buffers of their own, for rounds donate them
     return State(server, Store(algorithm, k_clients, server, data.num_clients, folder))
 
 
@@ -199,6 +199,8 @@ def make_round(
                 f'the state has {store.num_clients} clients and the data {data.num_clients}: make it with init'
             )
         if isinstance(data, Part):
+            if ids is not None:
+                raise ValueError('a data.Part brings its clients along: name none by ids')
             chosen = np.asarray(data.ids)
         else:
             chosen = np.asarray(

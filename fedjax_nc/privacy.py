@@ -37,7 +37,8 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     median, sees nothing else; M stands for the number of clients too, and how many examples they hold is not told. What
     clients keep for themselves is not noisy and not to be published, and neither are the reports of rounds, which are
     for the person who simulates. Nor is it clipped: SCAFFOLD's and FedDyn's servers follow the noisy changes of what
-    clients keep exactly.
+    clients keep exactly. Put it around everything else: what is put around it instead, such as `latest.keep`, sees
+    clipped messages, and takes a client's model to be what it has sent.
 
     Whoever knows the key of a round knows its cohort and its noise: in simulation, keep the run's key as secret as its
     reports. `flower.server_app` draws the noise from fresh randomness of its own.

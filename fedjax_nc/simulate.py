@@ -437,7 +437,7 @@ def _report(server: Tree, ids: Array, info: Info, broken: Array, paid: Array) ->
     sound = jnp.where(broken, 0.0, examples)
     loss = jnp.sum(jnp.where(sound > 0, info.loss * sound, 0.0)) / jnp.maximum(jnp.sum(sound), 1.0)
     loss = jnp.where(jnp.any(broken) & (jnp.sum(sound) == 0), jnp.nan, loss)
-    padded = 1.0 - visited / jnp.maximum(jnp.sum(paid), 1.0)
+    padded = jnp.where(jnp.sum(paid) > 0, 1.0 - visited / jnp.maximum(jnp.sum(paid), 1.0), 0.0)
     balance = jnp.where(jnp.max(paid) > 0, jnp.mean(paid) / jnp.maximum(jnp.max(paid), 1.0), 1.0)
     return Report(loss, padded, balance, tree.finite(server), ids, info, broken)
 

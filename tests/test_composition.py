@@ -153,9 +153,11 @@ BASES = {
     'moon': functools.partial(moon.algorithm, mu=0.1),
 }
 UNFIT = {  # clients take out of a message what stays private, and CReFF's memory lies where others keep theirs
-    **{(name, base): 'remembers' for name in ('fedper', 'fedloge', 'creff') for base in ('scaffold', 'feddyn')},
+    **{
+        (name, base): 'remembers' for name in ('fedper', 'fedloge', 'creff', 'fedbn') for base in ('scaffold', 'feddyn')
+    },
     **{(name, 'fednova'): 'sends' for name in ('fedper', 'fedloge', 'fedbn', 'fedrod')},
-    **{(name, 'scaffold'): 'sends' for name in ('fedbn', 'fedrod')},
+    ('fedrod', 'scaffold'): 'sends',
 }
 
 

@@ -218,6 +218,8 @@ def test_classes_that_are_not_allowed_are_never_predicted(data):
     assert not np.asarray(masked.sum(1))[~np.asarray(held)].any()
     assert np.asarray(free.sum(1))[~np.asarray(held)].any()
     assert evaluate.accuracy(masked).mean() >= evaluate.accuracy(free).mean()
+    unknown = evaluate.per_client(algorithm, state, data, allowed=held.at[2].set(False))
+    np.testing.assert_array_equal(unknown[2], free[2])  # who trained on nothing is not asked to predict nothing
 
 
 def test_a_model_of_other_classes_is_refused(data):

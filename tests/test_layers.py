@@ -287,7 +287,9 @@ def test_compiler_options_are_those_of_the_default_backend(monkeypatch):
     assert convolution.compiler_options() == {}
 
 
-@pytest.mark.parametrize(('shape', 'window'), [((2, 6, 4, 3), 2), ((2, 7, 5, 3), 2), ((1, 8, 9, 2), 3)])
+@pytest.mark.parametrize(
+    ('shape', 'window'), [((2, 6, 4, 3), 2), ((2, 7, 5, 3), 2), ((1, 8, 9, 2), 3), ((1, 34, 17, 1), 17)]
+)
 @pytest.mark.parametrize('ties', [False, True])
 def test_max_pool_equals_flax(shape, window, ties):
     x = normal(0, *shape)

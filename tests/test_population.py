@@ -1,12 +1,15 @@
 """Client states on the host and on disk against those on the device."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
 
 from fedjax_nc import devices, population, simulate, training
-from fedjax_nc.algorithms import fedavg, finetune
+from fedjax_nc.algorithms import fedavg, fedrod, finetune
+from fedjax_nc.data import federate
+from fedjax_nc.data.host import part
 
 kept = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True)
 ROUNDS = 4
@@ -50,6 +53,20 @@ def test_a_store_serves_a_mesh(data, on_device):
         population.make_round(kept, cohort=3, chunk=2, mesh=mesh), placed._replace(clients=state.clients), shared
     )
     toys.same(on_device[0], state.clients.state(state.server), atol=1e-6)
+
+
+def test_first_variables_that_share_a_buffer_are_donated_once(data):
+    """FedROD's private head begins as the generic one."""
+    shared = fedrod.algorithm(toys.tiny, toys.opt, plan=toys.PLAN)
+    state = population.init(shared, toys.KEY, data)
+    state, report = population.make_round(shared, cohort=3)(toys.KEY, state, data)
+    assert bool(report.finite)
+
+
+def test_a_part_has_named_its_clients(data, round):
+    away = federate(np.asarray(data.x), np.asarray(data.y), [range(3)] * 8, data.num_classes, host=True)
+    with pytest.raises(ValueError, match=r'a data\.Part brings its clients along'):
+        round(toys.KEY, population.init(kept, toys.KEY, data), part(away, np.arange(2)), ids=jnp.array([3, 5]))
 
 
 def test_files_go_with_the_store(data, tmp_path):

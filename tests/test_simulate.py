@@ -294,3 +294,16 @@ def test_participants_are_those_that_rounds_report(data, cohort):
         state, report = run(jax.random.fold_in(toys.KEY, t), state, data)
         seen |= {int(k) for k in report.ids if k < data.num_clients}
     assert (len(seen) == 8) == (cohort is None)
+
+
+def test_a_round_of_nobody_pads_nothing(data):
+    none = data._replace(size=jnp.zeros_like(data.size), counts=jnp.zeros_like(data.counts))
+    algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    _, report = simulate.make_round(algorithm)(toys.KEY, simulate.init(algorithm, toys.KEY, data), none)
+    assert float(report.padded_work) == 0.0
+
+
+def test_keys_that_draw_by_lane_are_refused(data):
+    algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    with pytest.raises(ValueError, match=r"key is of rbg, .* impl='threefry2x32'"):
+        simulate.init(algorithm, jax.random.key(0, impl='rbg'), data)

@@ -693,6 +693,21 @@ def test_one_seed_that_diverges_does_not_stop_the_others(tmp_path):
     assert not (tmp_path / str(bad.seed) / 'summary.json').exists()
 
 
+def test_pools_of_different_length_go_together(tmp_path):
+    """A long tail of a subset keeps one example more or less, by seed."""
+    settings = [
+        Setting(dataset='digits', max_examples=205, imbalance=5.0, clients=4, rounds=2, algorithm='fedavg', seed=seed,
+                local_epochs=1)
+        for seed in (0, 2)
+    ]  # fmt: skip
+    assert len({len(scene.load(setting)[1].y) for setting in settings}) == 2
+    together = seeds.run(settings, [tmp_path / f'{s.seed}' for s in settings], progress=False)
+    alone = [pipeline.run(s, tmp_path / f'alone-{s.seed}', progress=False) for s in settings]
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_allclose(one['global_accuracy'], other['global_accuracy'], atol=1e-3)
+        np.testing.assert_allclose(one['personal_accuracy'], other['personal_accuracy'], atol=1e-3)
+
+
 def test_runs_that_one_program_cannot_train_are_refused(tmp_path):
     one, two = Setting(**TINY), Setting(**TINY, seed=1)
     a, b = tmp_path / 'a', tmp_path / 'b'

@@ -293,3 +293,11 @@ def test_where_the_system_does_not_tell_the_peak_is_that_of_the_process(monkeypa
     monkeypatch.setattr(provenance, 'HIGH_WATER', (tmp_path / 'no' / 'refs', tmp_path / 'status'))
     provenance.forget_peak()
     assert provenance.peak_memory()['peak_process_bytes'] > 10_000_000
+
+
+def test_runs_whose_examples_stay_on_the_host_begin_with_the_same_numbers():
+    """A sparse frame is fitted in thousands of steps, which make much of how their program was rounded."""
+    setting = Setting(dataset='digits', clients=4, max_examples=300, algorithm='fedloge')
+    scenes = [scene.load(setting, None, host) for host in (False, True)]
+    here, away = (measures.Measures(setting, scene.build(setting, s[0]), s).begun() for s in scenes)
+    jax.tree.map(np.testing.assert_array_equal, here, away)

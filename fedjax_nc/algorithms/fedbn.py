@@ -15,7 +15,7 @@ from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path, tree_map_w
 
 from fedjax_nc import tree
 from fedjax_nc.algorithms import fedavg
-from fedjax_nc.base import Algorithm, Array, Info, Objective, Shard, Tree, Variables
+from fedjax_nc.base import Algorithm, Array, FederatedData, Info, Objective, Shard, Tree, Variables
 from fedjax_nc.local import ClientOptimizer
 
 
@@ -58,10 +58,13 @@ def algorithm(
       `fedavg.Message`.
 
     Raises:
-      ValueError: when clients are made, if the model has no BatchNorm layer; in the first round, if the base sends more
-        than FedAvg.
+      ValueError: when a state is made, if the base remembers more than FedAvg, or the model has no BatchNorm layer; in
+        the first round, if the base sends more than FedAvg.
     """
     inner = base(objective, client_opt, **kwargs)
+
+    def init(key: Array, data: FederatedData) -> fedavg.Server:
+        return fedavg.plain_server(inner.init(key, data))  # what a base remembers of changes would not be those sent
 
     def init_client(key: Array, server: fedavg.Server) -> Client:
         return Client(inner.init_client(key, server), norms(server.variables))
@@ -79,7 +82,7 @@ def algorithm(
             return inner.predict(server, None, x)
         return inner.predict(_holding(server, client.norms), client.own, x)
 
-    return inner._replace(init_client=init_client, client=client, predict=predict)
+    return inner._replace(init=init, init_client=init_client, client=client, predict=predict)
 
 
 def norms(v: Variables) -> Norms:

@@ -167,7 +167,7 @@ def alternate(
             return v, joined(first, second)
 
         tuned, infos = jax.lax.scan(cycle, mine, jax.random.split(key, cycles))
-        return tuned, jax.tree.map(jnp.sum, infos)._replace(loss=infos.loss[-1])
+        return tuned, jax.tree.map(lambda u: jnp.sum(u, axis=0), infos)._replace(loss=infos.loss[-1])
 
     return _of_fedetf(finetune.stage(task, tune))
 

@@ -57,9 +57,10 @@ class Measures:
 
     def begun(self) -> State:
         """The state before the first round."""
-        if isinstance(self.train, data.HostData):  # first states depend on their shapes alone, and are not sent them
-            return simulate.init(self.recipe.train, self.k_init, self.train)
-        return simulate.compiled_init(self.recipe.train)(self.k_init, self.train)
+        train = self.train
+        if isinstance(train, data.HostData):  # first states look at tables and at what an example is, which can be sent
+            train = FederatedData(train.x[:1], train.y[:1], train.index, train.size, train.counts)
+        return simulate.compiled_init(self.recipe.train)(self.k_init, train)
 
     def delivered(self, state: State) -> tuple[Algorithm, State]:
         """What has the generic model, if training ended here."""

@@ -168,11 +168,18 @@ def together(algorithm: Algorithm, cohort: int | None, lanes: int) -> Callable[.
 
 
 def alike(scenes: list[Scene]) -> list[Scene]:
-    """The scenes with index tables of one width, for training and for tests."""
+    """The scenes with index tables of one width and pools of one length, for training and for tests."""
 
     def widened(parts: list[FederatedData]) -> list[FederatedData]:
-        width = max(part.index.shape[1] for part in parts)
-        return [part._replace(index=jnp.pad(part.index, ((0, 0), (0, width - part.index.shape[1])))) for part in parts]
+        width, length = max(part.index.shape[1] for part in parts), max(len(part.y) for part in parts)
+        return [
+            part._replace(
+                index=jnp.pad(part.index, ((0, 0), (0, width - part.index.shape[1]))),
+                x=jnp.pad(part.x, ((0, length - len(part.y)), *[(0, 0)] * (part.x.ndim - 1))),
+                y=jnp.pad(part.y, (0, length - len(part.y))),
+            )
+            for part in parts
+        ]
 
     datasets, trains, tests = zip(*scenes, strict=True)
     return list(zip(datasets, widened(list(trains)), widened(list(tests)), strict=True))

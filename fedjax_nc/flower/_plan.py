@@ -58,7 +58,7 @@ class Agreement(NamedTuple):
     clients: int  #: K, how many sites there are
     example: jax.ShapeDtypeStruct  #: shape and type of one example
     num_classes: int  #: C
-    half: bool = False  #: whether float32 travels as float16
+    half: bool = False  #: whether float32 of two axes or more, the bulk of a model, travels as float16
     secure: Secure | None = None  #: whether, and how, messages are summed unseen
 
 

@@ -31,7 +31,8 @@ def pack(a: Tree, *, half: bool = False) -> ArrayRecord:
 
     Args:
       a: any tree of arrays; random keys travel as their numbers.
-      half: whether float32 travels as float16, at half of the bytes and 11 bits of precision.
+      half: whether float32 of two axes or more travels as float16, at half of the bytes and 11 bits of precision.
+        What has fewer are biases, which are small, and counts, which must be exact.
 
     Returns:
       The record.
@@ -42,7 +43,7 @@ def pack(a: Tree, *, half: bool = False) -> ArrayRecord:
     record = {}
     for name, leaf in tree.by_path(plain(a)).items():
         value = np.asarray(leaf)
-        if half and value.dtype == np.float32:
+        if half and value.dtype == np.float32 and value.ndim > 1:
             with np.errstate(over='ignore'):
                 short = value.astype(np.float16)
             if not np.array_equal(np.isfinite(short), np.isfinite(value)):

@@ -29,10 +29,11 @@ def _max_pool_forward(x: Array, window: int) -> tuple[Array, tuple[Array, Array]
     b, height, width, c = x.shape
     h, w = height // window, width // window
     tiles = x[:, : h * window, : w * window].reshape(b, h, window, w, window, c)
-    best, where = tiles[:, :, 0, :, 0], jnp.zeros((b, h, w, c), jnp.uint8)
+    small = jnp.uint8 if window <= 16 else jnp.uint32
+    best, where = tiles[:, :, 0, :, 0], jnp.zeros((b, h, w, c), small)
     for k in range(1, window * window):
         value = tiles[:, :, k // window, :, k % window]
-        where = jnp.where(value > best, jnp.uint8(k), where)
+        where = jnp.where(value > best, small(k), where)
         best = jnp.maximum(best, value)
     return best, (where, jnp.zeros((height, width, 0), x.dtype))  # the empty array only carries the shape
 
@@ -53,7 +54,7 @@ def _max_pool_backward(window: int, residual: tuple[Array, Array], g: Array) -> 
 def _by_tiles(where: Array, g: Array, window: int) -> Array:
     """`g` at the place of each tile that `where` names, zero elsewhere."""
     b, h, w, c = g.shape
-    place = jnp.arange(window * window, dtype=jnp.uint8).reshape(1, 1, window, 1, window, 1)
+    place = jnp.arange(window * window, dtype=where.dtype).reshape(1, 1, window, 1, window, 1)
     dx = jnp.where(where[:, :, None, :, None] == place, g[:, :, None, :, None], 0)
     return dx.reshape(b, h * window, w * window, c)
 

@@ -127,6 +127,13 @@ def test_alternate(data, trained, tune_scale):
     np.testing.assert_array_equal(report.info.examples[:8], 2 * 2 * 3 * np.asarray(data.size)[order])
 
 
+def test_alternate_tells_each_loop_of_a_plan_with_tails(data, trained):
+    stage = fedetf.alternate(toys.scaling, cycles=3, turn=PLAN._replace(tails=(4, 8)))
+    _, report, _ = tuned_by(stage, data, trained)
+    assert report.info.loops.shape == (len(report.ids), 6)  # three sizes of a batch in each of two turns
+    np.testing.assert_array_equal(report.info.loops.sum(axis=1), report.info.slots)
+
+
 @pytest.mark.parametrize(
     ('options', 'first', 'scale'),
     [
