@@ -175,6 +175,8 @@ def test_impossible_shapes_are_refused(conv):
         run(conv, normal(0, 2, 2, 6, 3), normal(1, 3, 3, 3, 4), padding='VALID')
     with pytest.raises(ValueError, match='no negative padding'):
         run(conv, normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 4), padding=[(0, 0), (1, -1)])
+    with pytest.raises(TypeError, match='bfloat16 and float32'):
+        run(conv, normal(0, 2, 6, 6, 3).astype(jnp.bfloat16), normal(1, 3, 3, 3, 4))
 
 
 def test_flax_accepts_the_forms():

@@ -68,6 +68,7 @@ def conv_patches(lhs: Array, rhs: Array, window_strides: Sequence[int], padding:
     Raises:
         ValueError: for dilation, groups, negative padding, another layout or type of the result, shapes that do not go
             together, or a kernel that is larger than the padded image.
+        TypeError: for images and kernel of two types.
     """
     return product(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options))
 
@@ -137,6 +138,8 @@ def _geometry(lhs: Array, rhs: Array, strides: Sequence[int], padding: Padding, 
     """Checks what the forms of this file cannot do, and makes padding explicit."""
     if lhs.ndim != 4 or rhs.ndim != 4:
         raise ValueError(f'expected images [B, H, W, I] and a kernel [h, w, I, O], got {lhs.shape} and {rhs.shape}')
+    if lhs.dtype != rhs.dtype:
+        raise TypeError(f'images and kernel must be of one type, and they are {lhs.dtype} and {rhs.dtype}')
     layout = lax.conv_dimension_numbers(lhs.shape, rhs.shape, options.get('dimension_numbers'))
     if layout != lax.conv_dimension_numbers(lhs.shape, rhs.shape, LAYOUT):
         raise ValueError(f'this convolution needs dimension_numbers={LAYOUT}; use conv_native for other layouts')
