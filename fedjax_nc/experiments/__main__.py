@@ -21,7 +21,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fedjax_nc import training, watch
-from fedjax_nc.experiments import command, report, runner, study
+from fedjax_nc.experiments import cells, command, report, runner, study
 from fedjax_nc.experiments.study import Run, Study
 
 PROG = 'fedjax_nc.experiments'
@@ -132,7 +132,7 @@ def described(chosen: Study) -> str:
         lines += ['', f'Published ({", ".join(chosen.metrics)}):']
         for (method, scene), numbers in chosen.published.items():
             if method in chosen.methods and scene in chosen.scenes:
-                said = ' | '.join(report.cell('accuracy', *pair) or '-' for pair in numbers)
+                said = ' | '.join(cells.number('accuracy', *pair) or '-' for pair in numbers)
                 lines.append(f'  {method}{f" | {scene}" if scene else ""}: {said}')
     lines += ['', *(f'Note: {note}' for note in chosen.notes)]
     return '\n'.join(lines).rstrip()

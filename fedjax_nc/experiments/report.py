@@ -10,32 +10,15 @@ import csv
 import io
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from scipy import stats
+from typing import Any
 
 from fedjax_nc import _checkpoints
-from fedjax_nc.experiments import costs, figures, runner
+from fedjax_nc.experiments import cells, costs, figures, latex, runner
 from fedjax_nc.experiments.costs import Cost, Found, mean
 from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Study
-
-TEX = {
-    **{char: f'\\{char}' for char in '&%_#${}'},
-    '\\': '\\textbackslash{}', '^': '\\textasciicircum{}', '~': '\\textasciitilde{}',
-}  # fmt: skip
-
-
-class Difference(NamedTuple):
-    """Of pairs of the same seed: their mean and the bounds of its 95 % interval, NaN for a single pair."""
-
-    mean: float
-    low: float
-    high: float
-    pairs: int
 
 
 def write(
@@ -90,7 +73,7 @@ def write(
         figure.savefig(folder / f'{name}.png', dpi=150)
     texts = {
         'report.md': markdown(told, found, ours, list(drawn), target),
-        'report.tex': latex(told, found, target),
+        'report.tex': latex.tables(told, found, target),
         'table.csv': comma(table_rows(told, found)),
         'costs.csv': comma(cost_rows(told, found, target)),
         'runs.csv': comma(run_rows(ours)),
@@ -113,33 +96,15 @@ def gather(study: Study, out: str | Path) -> dict[tuple[str, str], dict[int, dic
     return found
 
 
-def values(study: Study, found: Found, method: str, scene: str, heading: str) -> dict[int, float]:
-    """What one cell has under a heading: seed -> number."""
-    name = study.metric(method, heading)
-    numbers = {seed: runner.value(summary, name) for seed, summary in found.get((method, scene), {}).items()}
-    return {seed: number for seed, number in numbers.items() if math.isfinite(number)}
-
-
-def difference(numbers: Mapping[int, float], baseline: Mapping[int, float]) -> Difference:
-    """Of the seeds that both have."""
-    row = np.array([numbers[seed] - baseline[seed] for seed in numbers if seed in baseline], float)
-    if not row.size:
-        return Difference(math.nan, math.nan, math.nan, 0)
-    half = math.nan
-    if row.size > 1:
-        half = float(stats.t.ppf(0.975, row.size - 1) * row.std(ddof=1) / math.sqrt(row.size))
-    return Difference(float(row.mean()), float(row.mean()) - half, float(row.mean()) + half, row.size)
-
-
 def table_rows(study: Study, found: Found) -> list[dict[str, Any]]:
     """A row for each method, scene and metric."""
     rows = []
     for scene in study.scenes:
         for method in study.methods:
             for i, heading in enumerate(study.metrics):
-                numbers = values(study, found, method, scene, heading)
+                numbers = cells.values(study, found, method, scene, heading)
                 ours = mean(numbers.values())
-                gain = difference(numbers, values(study, found, study.baseline, scene, heading))
+                gain = cells.difference(numbers, cells.values(study, found, study.baseline, scene, heading))
                 theirs = study.published.get((method, scene), ((math.nan, math.nan),) * len(study.metrics))[i]
                 rows.append({
                     'method': method, 'scene': scene, 'metric': heading, 'name': study.metric(method, heading),
@@ -171,29 +136,6 @@ def comma(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         writer.writerow({k: '' if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()})
     return text.getvalue()
-
-
-def cell(name: str, average: float, std: float, plus: str = '±') -> str:
-    """A mean and its deviation as they are printed; nothing for NaN."""
-    if math.isnan(average):
-        return ''
-    return runner.shown(name, average) + (f' {plus} {runner.shown(name, std)}' if math.isfinite(std) else '')
-
-
-def cells(study: Study, found: Found, method: str, scene: str, plus: str = '±') -> Iterator[tuple[str, str]]:
-    """What a row says in one scene: for every metric what was found and what was published."""
-    printed = study.published.get((method, scene), ((math.nan, math.nan),) * len(study.metrics))
-    for heading, theirs in zip(study.metrics, printed, strict=True):
-        name, numbers = study.metric(method, heading), values(study, found, method, scene, heading)
-        ours, runs = cell(name, *mean(numbers.values())[:2], plus), found.get((method, scene), {})
-        if not ours and any('diverged' in summary for summary in runs.values()):
-            ours = 'diverged'
-        elif not ours and runs and name.startswith(runner.TO):
-            ours = 'not reached'
-        elif ours and len(numbers) < len(runs):
-            lost = sum('diverged' in summary for summary in runs.values())
-            ours += f' ({len(numbers)} of {len(runs)}{f", {lost} diverged" if lost else ""})'
-        yield ours, cell(name, *theirs, plus)
 
 
 def markdown(study: Study, found: Found, ours: Found, drawn: list[str], target: float | None = None) -> str:
@@ -242,7 +184,7 @@ def as_run(study: Study, scene: str) -> str:
 
 def scene_table(study: Study, found: Found, scene: str) -> list[str]:
     """The main table of a scene; what was published stands beside what was found, where there is any."""
-    rows = {method: list(cells(study, found, method, scene)) for method in study.methods}
+    rows = {method: list(cells.row(study, found, method, scene)) for method in study.methods}
     told = [any(pairs[i][1] for pairs in rows.values()) for i in range(len(study.metrics))]
     columns = zip(study.metrics, told, strict=True)
     heads = [name for heading, printed in columns for name in (heading, 'published')[: 1 + printed]]
@@ -258,25 +200,9 @@ def barred(text: str) -> str:
     return text.replace('|', '\\|')
 
 
-def gained(study: Study, found: Found, method: str, scene: str) -> list[str]:
-    """What a row has more than the baseline, seed by seed, under each heading; nothing where there is no pair."""
-    row = []
-    for heading in study.metrics:
-        base = values(study, found, study.baseline, scene, heading)
-        gain = difference(values(study, found, method, scene, heading), base)
-        name = study.metric(method, heading)
-        text = '' if math.isnan(gain.mean) else f'{"+" * (gain.mean >= 0)}{runner.shown(name, gain.mean)}'
-        if math.isfinite(gain.low):
-            text += f' [{runner.shown(name, gain.low)}, {runner.shown(name, gain.high)}]'
-        if 0 < gain.pairs < max(map(len, found.values())):
-            text += f' ({gain.pairs} pair{"s" * (gain.pairs > 1)})'
-        row.append(text)
-    return row
-
-
 def difference_table(study: Study, found: Found, scene: str) -> list[str]:
     """Differences to the baseline, seed by seed; nothing where there is no pair."""
-    rows = [(method, gained(study, found, method, scene)) for method in study.methods if method != study.baseline]
+    rows = [(method, cells.gained(study, found, method, scene)) for method in study.methods if method != study.baseline]
     lines = [f'| {barred(method)} | {" | ".join(row)} |' for method, row in rows if any(row)]
     if not lines:
         return []
@@ -285,44 +211,13 @@ def difference_table(study: Study, found: Found, scene: str) -> list[str]:
     return [heads, '|---|' + '---:|' * len(study.metrics), *lines]
 
 
-def cost_cells(cost: Cost) -> list[str]:
-    """What a row says of its cost, but for its name; no rounds where there is no accuracy to count them to."""
-    rounds = [] if math.isnan(cost.goal) else [reached(cost)]
-    return [
-        cell('accuracy', *cost.last[:2]), cell('accuracy', *cost.several[:2]), *rounds,
-        f'{cost.parameters:,}', f'{size(cost.down)} / {size(cost.up)}', size(cost.whole), f'{cost.minutes:.3g}',
-    ]  # fmt: skip
-
-
-def reached(cost: Cost) -> str:
-    """Rounds to the accuracy that they are counted to, and how many runs reached it if not all did."""
-    if not cost.several.seeds:
-        return ''
-    part = f'{cost.rounds.seeds} of {cost.runs}' if cost.rounds.seeds < cost.runs else ''
-    if not cost.rounds.seeds:
-        return f'{part} runs'
-    return f'{cost.rounds.mean:.0f}' + f' ({part})' * bool(part)
-
-
-def cost_heads(told: list[Cost]) -> list[str]:
-    """Headings of what `cost_cells` says."""
-    goal = told[0].goal
-    return ['last round', 'mean of the last', *([] if math.isnan(goal) else [f'rounds to {goal:.1f} %']),
-            'parameters', 'client down / up a round', 'all rounds', 'minutes']  # fmt: skip
-
-
-def cost_name(cost: Cost) -> str:
-    """The method, and how many of its runs tell what they cost if not all do."""
-    return cost.method + f' ({cost.runs} of {cost.done} runs)' * (cost.runs < cost.done)
-
-
 def cost_table(told: list[Cost]) -> list[str]:
     """Last round beside the mean of the last, rounds to an accuracy, bytes and time of each method."""
     if not told:
         return []
-    heads = cost_heads(told)
+    heads = cells.cost_headings(told)
     lines = [f'| {" | ".join(["", *heads])} |', '|---|' + '---:|' * len(heads)]
-    return lines + [f'| {" | ".join([barred(cost_name(cost)), *cost_cells(cost)])} |' for cost in told]
+    return lines + [f'| {" | ".join([barred(cells.cost_name(cost)), *cells.cost_row(cost)])} |' for cost in told]
 
 
 def cost_rows(study: Study, found: Found, target: float | None) -> list[dict[str, Any]]:
@@ -341,15 +236,6 @@ def cost_rows(study: Study, found: Found, target: float | None) -> list[dict[str
     return rows
 
 
-def size(count: float) -> str:
-    """Bytes as they are printed."""
-    for unit in ('B', 'kB', 'MB', 'GB'):
-        if count < 1000:
-            return f'{count:.3g} {unit}'
-        count /= 1000
-    return f'{count:.3g} TB'
-
-
 def short(commit: str) -> str:
     """Twelve digits of a commit, with the sign that files differed from it."""
     return commit.rstrip('+')[:12] + '+' * commit.endswith('+')
@@ -365,48 +251,3 @@ def made_with(found: Found) -> list[str]:
                 commit = f', commit {short(summary["commit"])}' if 'commit' in summary else ''
                 said.append(f'{summary["device"]}; {versions}{commit}')
     return sorted(set(said))
-
-
-def latex(study: Study, found: Found, target: float | None = None) -> str:
-    """The tables for LaTeX with the package booktabs: the main one, differences, and costs.
-
-    Published numbers are in the second line of a row.
-    """
-    scenes = [scene for scene in study.scenes if scene not in study.unavailable]
-    heads = [heading for _ in scenes for heading in study.metrics]
-    groups = [(scene, len(study.metrics)) for scene in scenes if scene]
-    rows, gains = [], []
-    for method in study.methods:
-        pairs = [pair for scene in scenes for pair in cells(study, found, method, scene)]
-        rows.append((method, [ours for ours, _ in pairs]))
-        if any(theirs for _, theirs in pairs):
-            rows.append(('', [theirs for _, theirs in pairs]))
-        gain = [text for scene in scenes for text in gained(study, found, method, scene)]
-        if method != study.baseline and any(gain):
-            gains.append((method, gain))
-    lines = [f'% {study.title}', *tabular(groups, heads, rows)]
-    if gains:
-        lines += ['', f'% Less {study.baseline}, same seed, with the 95 % interval', *tabular(groups, heads, gains)]
-    for scene in scenes:
-        if told := costs.of(study, found, scene, target):
-            lines += ['', f'% Cost{f", {scene}" if scene else ""}']
-            lines += tabular([], cost_heads(told), [(cost_name(cost), cost_cells(cost)) for cost in told])
-    return '\n'.join([*lines, ''])
-
-
-def tabular(groups: list[tuple[str, int]], heads: list[str], rows: list[tuple[str, list[str]]]) -> list[str]:
-    """One table for LaTeX; a row without a name has what was published for the row before it."""
-    lines = [f'\\begin{{tabular}}{{l{"r" * len(heads)}}}', '\\toprule']
-    if groups:
-        spans = (f'\\multicolumn{{{width}}}{{c}}{{{escaped(name)}}}' for name, width in groups)
-        lines.append(f' & {" & ".join(spans)} \\\\')
-    lines += [f' & {" & ".join(map(escaped, heads))} \\\\', '\\midrule']
-    for name, row in rows:
-        first = escaped(name) if name else '\\quad published'
-        lines.append(f'{first} & {" & ".join(map(escaped, row))} \\\\')
-    return [*lines, '\\bottomrule', '\\end{tabular}']
-
-
-def escaped(text: str) -> str:
-    """A text as LaTeX prints it."""
-    return ''.join(TEX.get(char, char) for char in text).replace('±', '$\\pm$')
