@@ -74,7 +74,7 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
 
     Raises:
       ValueError: if the set is empty, its shapes do not fit, a label is not in [0, C), an example is not finite, the
-        model has another number of classes, or `algorithm` is none.
+        model has another number of classes, the state is of another algorithm, or `algorithm` is none.
 
     Example:
       >>> import jax
@@ -100,7 +100,12 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
         raise ValueError(f'a test set needs examples [n, ...], not the shape {x.shape}')
     checks.labels('test labels', y, len(x), num_classes)
     checks.finite('test examples', x)
-    return _generic(algorithm, state.server, x, y, num_classes, batch_size)
+    try:
+        return _generic(algorithm, state.server, x, y, num_classes, batch_size)
+    except (KeyError, AttributeError) as error:
+        raise ValueError(
+            f'the algorithm cannot predict from this state, which may be of another ({type(error).__name__}: {error})'
+        ) from error
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))

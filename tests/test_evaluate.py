@@ -5,9 +5,10 @@ import pytest
 import toys
 from sklearn.metrics import f1_score
 
-from fedjax_nc import evaluate, footprint, population, simulate
+from fedjax_nc import evaluate, footprint, heads, losses, population, simulate
 from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import State
+from fedjax_nc.objective import objective
 
 stage = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 
@@ -220,6 +221,15 @@ def test_classes_that_are_not_allowed_are_never_predicted(data):
     assert evaluate.accuracy(masked).mean() >= evaluate.accuracy(free).mean()
     unknown = evaluate.per_client(algorithm, state, data, allowed=held.at[2].set(False))
     np.testing.assert_array_equal(unknown[2], free[2])  # who trained on nothing is not asked to predict nothing
+
+
+def test_a_state_of_another_algorithm_is_refused(data):
+    plain, framed = (
+        fedavg.algorithm(task, toys.opt)
+        for task in (toys.task, objective(toys.tiny, heads.etf(), losses.cross_entropy))
+    )
+    with pytest.raises(ValueError, match=r'cannot predict from this state, .*KeyError'):
+        evaluate.generic(framed, simulate.init(plain, toys.KEY, data), data.x, data.y, data.num_classes)
 
 
 def test_a_model_of_other_classes_is_refused(data):
