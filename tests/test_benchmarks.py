@@ -275,7 +275,7 @@ def test_peers_compute_the_same_rounds(bench, tmp_path, peer, model):
 
 
 @pytest.mark.parametrize(
-    ('name', 'rows', 'beside'), [('dirichlet', 12, 'published'), ('longtail', 3, 'PM, heads tuned')]
+    ('name', 'rows', 'beside'), [('dirichlet', 12, 'published'), ('longtail', 4, 'PM, heads tuned')]
 )
 def test_studies_are_made_into_tables_of_what_is_finished(name, rows, beside, tmp_path):
     known = study.Study.read(SCRIPT.parent / f'{name}.toml')
