@@ -207,7 +207,7 @@ def noise_multiplier(
 
     Raises:
       ImportError: without dp-accounting.
-      ValueError: for arguments out of range, another `sampling`, or a promise that takes more noise than 1e6.
+      ValueError: for arguments out of range, another `sampling`, or a promise that no such noise keeps.
     """
     checks.number('epsilon', epsilon, open_low=True)
     checks.whole('rounds', rounds)
