@@ -59,7 +59,8 @@ def remembering(task: Objective) -> Objective:
 
     `fixed` becomes `{'head': the task's own, 'memory': Memory}`; whoever moves the memory is another matter. It begins
     with zeros and `alpha` 0. Features and logits are the task's own, so that predictions do without the memory; the
-    loss is that of `z + alpha mu_y`, in float32.
+    loss is that of `z + alpha mu_y`, in float32: the factors of `losses.restricted_softmax` act on what the memory adds
+    to the logits, too.
 
     Raises:
       ValueError: for a `task` that is no Objective.

@@ -199,9 +199,7 @@ def make_round(
                 f'the state has {store.num_clients} clients and the data {data.num_clients}: make it with init'
             )
         if isinstance(data, Part):
-            if ids is not None:
-                raise ValueError('a data.Part brings its clients along: name none by ids')
-            chosen = np.asarray(data.ids)
+            chosen = np.asarray(simulate.brought(data, ids))
         else:
             chosen = np.asarray(
                 choose(key, data.num_clients) if ids is None else simulate.named_cohort(ids, data.num_clients)

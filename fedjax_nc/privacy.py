@@ -158,11 +158,11 @@ def epsilon(
     """The epsilon for which `rounds` of `private` are (epsilon, delta) differentially private, by Renyi accounting.
 
     `simulate` draws cohorts of fixed size without replacement. The guarantee for it, 'fixed', is that one client's data
-    could have been another's (Wang, Balle, Kasiviswanathan, AISTATS 2019); the sum then moves by up to 2 S, so that
-    the noise counts as half of z. Most papers report 'poisson' instead: as if each client had joined by the toss of a
-    coin, with the guarantee that a client could have been missing. That number is smaller, and here an idealisation.
-    Cohorts chosen by `ids` are covered by neither, and a rate below 1 is worth nothing against those who know the
-    cohorts, as the sites of a deployment do.
+    could have been another's (Wang, Balle, Kasiviswanathan, AISTATS 2019); the sum then moves by up to 2 S, so that the
+    noise counts as half of z. Most papers report 'poisson' instead: as if each client had joined by the toss of a coin,
+    with the guarantee that a client could have been missing. That number is smaller, and here an idealisation, but for
+    a rate of 1, where it is exact for what it guarantees. Cohorts chosen by `ids` are covered by neither, and a rate
+    below 1 is worth nothing against those who know the cohorts, as the sites of a deployment do.
 
     Args:
       noise_multiplier: z, as given to `private`; 0, or between 1e-6 and 1e6.
@@ -182,12 +182,10 @@ def epsilon(
     z = float(noise_multiplier)
     if z != 0 and not MULTIPLIERS[0] <= z <= MULTIPLIERS[1]:
         raise ValueError(f'noise_multiplier must be 0, or between 1e-6 and 1e6, not {z}')
-    accountant, event = _accounting(sampling_rate, rounds, delta, sampling)
+    spent = _accounting(sampling_rate, rounds, delta, sampling)
     if rounds == 0:
         return 0.0
-    if z == 0:
-        return math.inf
-    return float(accountant().compose(event(z)).get_epsilon(float(delta)))
+    return math.inf if z == 0 else spent(z)
 
 
 def noise_multiplier(
@@ -211,33 +209,27 @@ def noise_multiplier(
     """
     checks.number('epsilon', epsilon, open_low=True)
     checks.whole('rounds', rounds)
-    accountant, event = _accounting(sampling_rate, rounds, delta, sampling)
-
-    def enough(z: float) -> bool:
-        return accountant().compose(event(z)).get_epsilon(float(delta)) <= epsilon
-
+    spent = _accounting(sampling_rate, rounds, delta, sampling)
     high, last = 1.0, logging.getLogger('absl').level
     logging.getLogger('absl').setLevel(logging.ERROR)  # of each order that is left out, at each step
     try:
-        while not enough(high):
+        while spent(high) > epsilon:
             high *= 4
             if high > MULTIPLIERS[1]:
                 raise ValueError(f'epsilon {epsilon:g} takes a noise_multiplier above {high / 4:g}: promise less')
         low = high / 4
-        while low >= MULTIPLIERS[0] and enough(low):
+        while low >= MULTIPLIERS[0] and spent(low) <= epsilon:
             low, high = low / 4, low
         while high > 1.001 * low:
             middle = math.sqrt(low * high)
-            low, high = (low, middle) if enough(middle) else (middle, high)
+            low, high = (low, middle) if spent(middle) <= epsilon else (middle, high)
     finally:
         logging.getLogger('absl').setLevel(last)
     return high
 
 
-def _accounting(
-    sampling_rate: float, rounds: int, delta: float, sampling: str
-) -> tuple[Callable[[], Any], Callable[[float], Any]]:
-    """What makes an accountant, and what it is to account for with some noise. Errors are those of `epsilon`."""
+def _accounting(sampling_rate: float, rounds: int, delta: float, sampling: str) -> Callable[[float], float]:
+    """From a noise multiplier to epsilon. Errors are those of `epsilon`."""
     checks.number('sampling_rate', sampling_rate, high=1, open_low=True)
     checks.whole('rounds', rounds, 0)
     checks.number('delta', delta, high=1, open_low=True, open_high=True)
@@ -252,13 +244,20 @@ def _accounting(
     coins = sampling == 'poisson'
     relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE if coins else dp.NeighboringRelation.REPLACE_ONE
 
-    def event(z: float) -> Any:
+    def once(z: float) -> list[Any]:
+        """A round, in ways that all bound it."""
         if coins:
-            once = dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(z))
-        else:
-            # The accountant takes the multiplier for that of the sensitivity, here twice the norm of a message.
-            half = dp.GaussianDpEvent(z / 2)
-            once = dp.SampledWithoutReplacementDpEvent(share.denominator, share.numerator, half)
-        return dp.SelfComposedDpEvent(once, int(rounds))
+            return [dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(z))]
+        # The accountant takes the multiplier for that of the sensitivity, here twice the norm of a message.
+        half = dp.GaussianDpEvent(z / 2)
+        # A cohort tells no more than everybody would: the bound for samples can be looser than that without.
+        return [dp.SampledWithoutReplacementDpEvent(share.denominator, share.numerator, half), half]
 
-    return lambda: dp.rdp.RdpAccountant(neighboring_relation=relation), event
+    def spent(z: float) -> float:
+        accountants = (dp.rdp.RdpAccountant(neighboring_relation=relation) for _ in range(2))
+        composed = (
+            a.compose(dp.SelfComposedDpEvent(u, int(rounds))) for a, u in zip(accountants, once(z), strict=False)
+        )
+        return min(float(a.get_epsilon(float(delta))) for a in composed)
+
+    return spent

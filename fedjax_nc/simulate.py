@@ -201,9 +201,7 @@ def make_round(
             held = jax.tree.leaves(state.clients)[0].shape[0]
             raise ValueError(f'the state has {held} clients and the data {population}: make it with init or join')
         if isinstance(data, Part):
-            if ids is not None:
-                raise ValueError('a data.Part brings its clients along: name none by ids')
-            ids = data.ids
+            ids = brought(data, ids)
         else:
             checks.kind('data', data, FederatedData)
             ids = choose(cohort_key(key), population, cohort) if ids is None else named_cohort(ids, population)
@@ -361,6 +359,13 @@ def choose(key: Array, population: int, cohort: int | None) -> Array:
         return ids.at[j].set(jnp.where(jnp.any(ids == draws[j]), bounds[j], draws[j]))
 
     return jax.lax.fori_loop(0, cohort, step, jnp.full(cohort, population, draws.dtype))
+
+
+def brought(part: Part, ids: Array | None) -> Array:
+    """The cohort that a `data.Part` brings along, as it holds it; ValueError if `ids` name one as well."""
+    if ids is not None:
+        raise ValueError('a data.Part brings its clients along: name none by ids')
+    return part.ids
 
 
 def named_cohort(ids: Array, population: int) -> Array:

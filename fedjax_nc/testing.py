@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_nc import _checkpoints, checks, simulate
+from fedjax_nc._differences import changed, described, in_one_line, plain, restructured, unsound
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, State, Tree, Variables
 from fedjax_nc.data.federated import federate
 from fedjax_nc.data.synthetic import clusters
@@ -151,7 +152,7 @@ def check(
     except ValueError:
         raise
     except Exception as error:  # whatever jax or the algorithm raises while it is traced
-        raise ContractError(f'trace: two rounds cannot be compiled and run: {_told(error)}') from error
+        raise ContractError(f'trace: two rounds cannot be compiled and run: {in_one_line(error)}') from error
     broken, cause = [], None
     for name, clause in CLAUSES.items():
         if name in skip:
@@ -159,7 +160,7 @@ def check(
         try:
             said = clause(play)
         except Exception as error:
-            said, cause = _told(error), error
+            said, cause = in_one_line(error), error
         if said:
             broken.append(f'{name}: {said}')
     if broken:
@@ -168,13 +169,13 @@ def check(
 
 def trace(play: Play) -> str:
     """One trace, and the same structure, shapes and types round after round."""
-    if said := _restructured(play.before, play.state):
+    if said := restructured(play.before, play.state):
         return f'the state goes in and comes out as {said}: keep its structure'
     pairs = zip(jax.tree_util.tree_leaves_with_path(play.before), jax.tree.leaves(play.state), strict=True)
     for (path, u), v in pairs:
-        if _described(u) != _described(v):
+        if described(u) != described(v):
             place = jax.tree_util.keystr(path)
-            return f'state{place} goes in as {_described(u)} and comes out as {_described(v)}: return what came in'
+            return f'state{place} goes in as {described(u)} and comes out as {described(v)}: return what came in'
     if play.traces > 1:
         return (
             f'two rounds were traced {play.traces} times: a function of the algorithm does something else, or finds '
@@ -185,13 +186,13 @@ def trace(play: Play) -> str:
 
 def pure(play: Play) -> str:
     """The same round twice has the same result bit for bit, and traced again it is the same program."""
-    if said := _changed(play.rounds(play.data)[0], play.state, 0):
+    if said := changed(play.rounds(play.data)[0], play.state, 0):
         return f'the same rounds once more leave another state, {said}: draw random numbers from keys, not on the host'
     arguments = play.key, play.before, play.data, play.cohort
     # A new function, because jax remembers what it has traced and would not look again.
     again = jax.make_jaxpr(simulate.make_round(play.algorithm, chunk=play.chunk))(*arguments)
     programs = [
-        _ADDRESS.sub('', str(made.jaxpr)) + str([np.asarray(u).tobytes() for u in _plain(made.consts)])
+        _ADDRESS.sub('', str(made.jaxpr)) + str([np.asarray(u).tobytes() for u in plain(made.consts)])
         for made in (play.round.trace(*arguments).jaxpr, again)
     ]
     if programs[0] != programs[1]:
@@ -202,12 +203,12 @@ def pure(play: Play) -> str:
 def chunks(play: Play) -> str:
     """Clients one at a time, or two side by side with nobody beside the last, do the same."""
     other = Play(play.algorithm, play.data, state=play.before, chunk=1)
-    if said := _changed(other.state, play.state, play.atol):
+    if said := changed(other.state, play.state, play.atol):
         return (
             f'clients one at a time and two side by side leave different states, {said}: `aggregate.partial` must be '
             'a sum over messages, and means are made in `finish`'
         )
-    if said := _changed(other.report.loss, play.report.loss, 0.2 * play.atol):
+    if said := changed(other.report.loss, play.report.loss, 0.2 * play.atol):
         return f'clients one at a time and two side by side report different losses, {said}: mean over real examples'
     return ''
 
@@ -239,7 +240,7 @@ def order(play: Play) -> str:
     sent = jax.tree.map(drawn, shapes)
     values = join(sent, weights), join(jax.tree.map(lambda u: u[turned], sent), weights[turned])
     # What is joined may be the messages one by one, as long as the server does not mind their order.
-    if _changed(*values, play.atol) and (said := _changed(serve(values[0]), serve(values[1]), play.atol)):
+    if changed(*values, play.atol) and (said := changed(serve(values[0]), serve(values[1]), play.atol)):
         return f'the same messages in another order lead to another server, {said}: nothing may depend on slots'
     return ''
 
@@ -250,7 +251,7 @@ def padding(play: Play) -> str:
     n = jnp.arange(data.index.shape[1])
     junk = (jnp.arange(data.num_clients)[:, None] * 31 + n * 17) % len(data.y)
     dirty = data._replace(index=jnp.where(n < data.size[:, None], data.index, junk).astype(data.index.dtype))
-    if said := _changed(play.rounds(dirty)[0], play.state, 0):
+    if said := changed(play.rounds(dirty)[0], play.state, 0):
         return f'other rows in the padding of `shard.index` change the state, {said}: only the first `size` are real'
     return ''
 
@@ -268,13 +269,13 @@ def masks(play: Play) -> str:
     ids = jnp.full(_MEMBERS, data.num_clients, jnp.int32).at[1].set(client)
     state, report = play.rounds(narrow, ids)
     other, _ = play.rounds(narrow, ids, play.keys[::-1])
-    if _changed(state, other, play.atol):
+    if changed(state, other, play.atol):
         return ''  # dropout, augmentation, or batches of fewer: how they are filled may show in what is drawn
     filled, told = play.rounds(wide, ids)
     advice = 'leave out where `batch.mask` is False: `objective.masked_mean`, `classwise.means`'
-    if said := _changed(filled, state, play.atol):
+    if said := changed(filled, state, play.atol):
         return f'{few} examples and rows that fill their batch leave another state than {few} alone, {said}: {advice}'
-    if said := _changed(told.loss, report.loss, 0.2 * play.atol):
+    if said := changed(told.loss, report.loss, 0.2 * play.atol):
         return f'{few} examples and rows that fill their batch report another loss than {few} alone, {said}: {advice}'
     return ''
 
@@ -298,18 +299,18 @@ def owned(play: Play) -> str:
         ids = jnp.full(_MEMBERS, data.num_clients, jnp.int32).at[1].set(client)
         one, other = (play.rounds(d, ids)[0] for d in (clean, dirty))
         holds = f'a client of {int(clean.size[client])} examples'
-        if said := _changed(one, other, 0):
+        if said := changed(one, other, 0):
             return f"others' examples reach {holds}: junk in them changes the state, {said}: use rows of `shard.index`"
-        if said := _unsound(other, play.before):
+        if said := unsound(other, play.before):
             return f'{holds} alone in a round leaves {said}: mind empty batches and division by 0'
     return ''
 
 
 def finite(play: Play) -> str:
     """State and reports hold neither NaN nor infinity; a client's state may hold infinity that it began with."""
-    if said := _unsound(play.state, play.before):
+    if said := unsound(play.state, play.before):
         return f'two rounds leave {said}: mind division by 0, logarithms of 0 and classes that a client lacks'
-    if said := _unsound(play.report.info, None):
+    if said := unsound(play.report.info, None):
         return f'the report `info` has {said}: mind the client without a step'
     return ''
 
@@ -317,7 +318,7 @@ def finite(play: Play) -> str:
 def absent(play: Play) -> str:
     """Clients that do not take part keep their state bit for bit."""
     before, after = (jax.tree.map(lambda u: u[play.absent], s.clients) for s in (play.before, play.state))
-    if said := _changed(before, after, 0):
+    if said := changed(before, after, 0):
         return f'the states of clients that did not take part have changed, {said}'
     wanted = sorted([*np.asarray(play.cohort).tolist(), play.data.num_clients])
     if sorted(np.asarray(play.report.ids).tolist()) != wanted:
@@ -336,7 +337,7 @@ def company(play: Play) -> str:
         told = jax.tree.map(lambda u, at=at: u[at], report.info)
         found.append((told, jax.tree.map(lambda u: u[guest], state.clients)))
     for other in found[1:]:
-        said = _changed(other[0], found[0][0], 1e-6) or _changed(other[1], found[0][1], play.atol)
+        said = changed(other[0], found[0][0], 1e-6) or changed(other[1], found[0][1], play.atol)
         if said:
             return f'a client does something else in other company, {said}: draw from the key that it is given alone'
     return ''
@@ -347,7 +348,7 @@ def several(play: Play) -> str:
     inner = simulate.make_round(play.algorithm, chunk=2)
     together = jax.jit(simulate.several(lambda key, state, data: inner(key, state, data, play.cohort)))
     state, reports = together(play.keys, play.before, play.data)
-    if said := _changed(state, play.state, play.atol):
+    if said := changed(state, play.state, play.atol):
         return f'two rounds in one call and in two leave different states, {said}: what counts must be in the state'
     return '' if reports.loss.shape == (2,) else f'the losses of two rounds have the shape {reports.loss.shape}'
 
@@ -358,7 +359,7 @@ def resumed(play: Play) -> str:
         files = _checkpoints.Files(Path(folder))
         files.save(1, play.round(play.keys[0], play.before, play.data, play.cohort)[0], play.key, [{'round': 1.0}])
         _, restored = files.restore(play.before, play.key)
-    if said := _changed(play.round(play.keys[1], restored, play.data, play.cohort)[0], play.state, 0):
+    if said := changed(play.round(play.keys[1], restored, play.data, play.cohort)[0], play.state, 0):
         return f'resumed from a checkpoint it comes to another state, {said}: what a round needs must be in the state'
     return ''
 
@@ -372,14 +373,14 @@ def nobody(play: Play) -> str:
     models = [[(v.params, v.stats) for v in _variables(s.server)] for s in (play.state, after)]
     opts = [getattr(s.server, 'opt', ()) for s in (play.state, after)]
     advice = 'let the server stay as it was where `aggregate.clients` is 0'
-    if said := _changed(models[0], models[1], 0) or _changed(opts[0], opts[1], 0):
+    if said := changed(models[0], models[1], 0) or changed(opts[0], opts[1], 0):
         return f'a round without any example moves the server, {said}: {advice}'
     if not models[0]:
         client = None if play.generic else jax.tree.map(lambda u: u[0], play.state.clients)
         logits = [play.algorithm.predict(s.server, client, data.x[:3]) for s in (play.state, after)]
-        if said := _changed(logits[0], logits[1], 0):
+        if said := changed(logits[0], logits[1], 0):
             return f'a round without any example changes predictions, {said}: {advice}'
-    if said := _unsound(after, play.before):
+    if said := unsound(after, play.before):
         return f'a round without any example leaves {said}: mind division by 0'
     return ''
 
@@ -395,7 +396,7 @@ def predict(play: Play) -> str:
         except ValueError as error:
             if not expects:
                 continue
-            return f'the {what} model does not predict: {_told(error)}' + (
+            return f'the {what} model does not predict: {in_one_line(error)}' + (
                 '; without one, say generic=False' if client is None else ''
             )
         if not expects:
@@ -404,7 +405,7 @@ def predict(play: Play) -> str:
             return f'the {what} model makes {checks.shown(made)}, and logits are one array'
         if made.shape != (len(x), classes) or not jnp.issubdtype(made.dtype, jnp.floating):
             return (
-                f'the {what} model makes {_described(made)} of {len(x)} examples, and logits are '
+                f'the {what} model makes {described(made)} of {len(x)} examples, and logits are '
                 f'float32[{len(x)},{classes}]'
             )
     return ''
@@ -420,7 +421,7 @@ def fixed(play: Play) -> str:
         return {k: u for k, u in v.fixed.items() if k not in left_out} if isinstance(v.fixed, dict) else v.fixed
 
     before, after = ([kept(v) for v in _variables(s.server)] for s in (play.before, play.state))
-    if said := _changed(before, after, 0):
+    if said := changed(before, after, 0):
         return f'fixed parts have moved, {said}: put into `params` what is trained, or name it in moves_fixed'
     return ''
 
@@ -439,66 +440,3 @@ def _variables(server: Tree) -> list[Variables]:
     """All that a server's state holds of them, wherever."""
     found = jax.tree.leaves(server, is_leaf=lambda u: isinstance(u, Variables))
     return [u for u in found if isinstance(u, Variables)]
-
-
-def _plain(leaves: Any) -> list[Array]:
-    """Leaves that NumPy can hold: keys become their numbers."""
-    return [jax.random.key_data(u) if _keyed(u) else u for u in jax.tree.leaves(leaves)]
-
-
-def _keyed(u: Any) -> bool:
-    """Whether an array is one of random keys."""
-    return jax.dtypes.issubdtype(getattr(u, 'dtype', np.float32), jax.dtypes.prng_key)
-
-
-def _described(u: Any) -> str:
-    """Type and shape, and whether it is one that yields to others."""
-    return f'{u.dtype}[{",".join(map(str, u.shape))}]{" (weak)" if getattr(u, "weak_type", False) else ""}'
-
-
-def _restructured(a: Tree, b: Tree) -> str:
-    """The structures of two trees where they differ."""
-    one, other = (str(jax.tree.structure(u)) for u in (a, b))
-    if one == other:
-        return ''
-    start = next((i for i, (u, v) in enumerate(zip(one, other, strict=False)) if u != v), 0)
-    return ' and '.join(f'...{text[max(start - 20, 0) : start + 40]}...' for text in (one, other))
-
-
-def _changed(a: Tree, b: Tree, atol: float) -> str:
-    """Where two trees of one structure are apart by more than `atol`, and how far; nothing where they agree."""
-    if said := _restructured(a, b):
-        return said
-    apart = []
-    for (path, u), v in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        place = jax.tree_util.keystr(path) or 'there'
-        one, other = (np.asarray(_plain(w)[0]) for w in (u, v))
-        if one.shape != other.shape:
-            return f'{place} is {one.shape} and {other.shape}'
-        same = (one == other) | ((one != one) & (other != other))
-        if same.all():
-            continue
-        gap = float(np.max(np.abs(one.astype(np.float64) - other.astype(np.float64))[~same]))
-        if not gap <= atol:
-            apart.append(f'{place} by {gap:.2g}' if np.isfinite(gap) else f'{place} where one is NaN or infinite')
-    more = f' and {len(apart) - 1} more' if len(apart) > 1 else ''
-    return apart[0] + more if apart else ''
-
-
-def _unsound(a: Tree, first: State | None) -> str:
-    """Where a tree holds NaN or infinity; what was infinite in the first states of clients may be so."""
-    began = [] if first is None else jax.tree.leaves(State((), first.clients))
-    leaves = jax.tree_util.tree_leaves_with_path(a)
-    infinite = [False] * (len(leaves) - len(began)) + [bool(np.isinf(np.asarray(_plain(u)[0])).any()) for u in began]
-    for (path, leaf), may in zip(leaves, infinite, strict=True):
-        u = np.asarray(_plain(leaf)[0]).astype(np.float64)
-        if np.isnan(u).any() or (np.isinf(u).any() and not may):
-            return f'NaN or infinity in {jax.tree_util.keystr(path)}'
-    return ''
-
-
-def _told(error: Exception) -> str:
-    """An exception in one line."""
-    lines = str(error).strip().splitlines() or ['']
-    text = f'{type(error).__name__}: {lines[0]}'.rstrip(': ')
-    return text if len(text) <= 200 else text[:197] + '...'

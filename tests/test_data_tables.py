@@ -77,6 +77,27 @@ def test_chosen_columns_and_a_column_of_splits(tmp_path):
     np.testing.assert_allclose(other.x_test, dataset.x_test, rtol=1e-6)
 
 
+def test_classes_that_several_tables_agree_on(tmp_path):
+    """A site without a class numbers the others as all do."""
+    one = load_table(
+        write(tmp_path / 'here.csv', diagnosis=['malign'] * 90), **HOW, classes=['malign', 'unclear', 'benign']
+    )
+    other = load_table(write(tmp_path / 'there.csv'), **HOW, classes=['malign', 'unclear', 'benign'])
+    assert one.classes == other.classes == ('malign', 'unclear', 'benign')
+    assert one.num_classes == 3
+    assert set(one.y_train.tolist()) == {0}
+    assert set(other.y_train.tolist()) == {0, 2}
+    assert (load_table(tmp_path / 'there.csv', **HOW).y_train == (other.y_train == 0)).all()
+    numbers = write(tmp_path / 'numbers.csv', diagnosis=[3, 5] * 45)
+    assert set(load_table(numbers, **HOW, classes=[5, 4, 3]).y_train.tolist()) == {0, 2}
+    for classes, said in (
+        (['malign', 'unclear'], "the label 'benign', which is none"), ('malign', 'at least two'),
+        (['malign'] * 2, 'at least two'), (['malign'], 'at least two'),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            load_table(tmp_path / 'there.csv', **HOW, classes=classes)
+
+
 def test_standardized_by_the_training_rows(tmp_path):
     dataset = load_table(write(tmp_path / 'a.csv', one=[1.0] * 90), **HOW, standardize=True)
     np.testing.assert_allclose(dataset.x_train.mean(0), 0, atol=1e-5)

@@ -181,7 +181,8 @@ def test_no_array_of_examples_is_in_any_message(data, tmp_path):
         assert set(message.content) <= {'message', 'info', 'told'}
         for record in message.content.config_records.values():
             assert set(record) <= {
-                'client', 'size', 'library', 'agreement', 'phase', 'round', 'examples', 'right', 'right_personal',
+                'client', 'size', 'library', 'versions', 'agreement', 'phase', 'round', 'examples', 'right',
+                'right_personal',
             }  # fmt: skip
     assert len(sent) == 5 * (1 + 2 + 1 + 1 + 1)  # hello, two rounds, a test, a stage, a test
     assert all(len(shapes) == 1 for shapes in by_kind.values())

@@ -390,7 +390,8 @@ class Canned(Loopback):
 
 
 def hello(agreed, **changes):
-    said = {'client': 0, 'size': 24, 'library': fedjax_nc.__version__, 'agreement': _plan.fingerprint(agreed)}
+    said = {'client': 0, 'size': 24, 'library': _plan.library(), 'agreement': _plan.fingerprint(agreed)}
+    said |= {'versions': _plan.versions()}
     return RecordDict({'told': ConfigRecord({**said, **changes})})
 
 
@@ -406,9 +407,14 @@ LIES = {
     'examples in words': ({'client': 2, 'size': '24'}, 'no number of examples'),
     'half an example': ({'client': 2, 'size': 0.5}, 'no number of examples'),
     'another version': ({'client': 2, 'library': '0.0'}, 'version 0.0'),
+    'other code': ({'client': 2, 'library': f'{fedjax_nc.__version__}+00000000'}, 'version 0.*[+]00000000'),
     'a long version': ({'client': 2, 'library': '0' * 10**5}, 'version 00000'),
     'another agreement': ({'client': 2, 'agreement': 'f' * 32}, 'another agreement'),
     'no agreement': ({'client': 2, 'agreement': b''}, 'another agreement'),
+    'another agreement of another Python': (
+        {'client': 2, 'agreement': 'f' * 32, 'versions': 'python 2.7, ' + 'x' * 10**5},
+        'it has python 2.7',
+    ),
 }
 
 
@@ -438,6 +444,19 @@ def test_a_node_that_does_not_say_who_it_is_takes_no_part(data, tmp_path, answer
     sites = _sites.Sites(Canned({11: hello(agreed), 12: answer}), agreed, tmp_path / 'sites.json', None)
     with pytest.warns(UserWarning, match='node 12 takes no part'):
         sites.gather(1, 0.05)
+    assert sites.node == {0: 11}
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        with pytest.raises(RuntimeError, match=r'1 of at least 2 .*node 12: '):
+            sites.gather(2, 0.05)
+
+
+def test_versions_that_differ_are_told_and_take_part(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    grid = Canned({11: hello(agreed, versions='python 3.11.7, jax 0.9.9')})
+    sites = _sites.Sites(grid, agreed, tmp_path / 'sites.json', None)
+    with pytest.warns(UserWarning, match='last digits: site 0 has python 3.11.7, jax 0.9.9, and the server python'):
+        sites.greet(0.05)
     assert sites.node == {0: 11}
 
 
@@ -543,7 +562,7 @@ def trained(data, tmp_path_factory):
 
     def ask(round=3, accepted=(2,), phase=0, kind='train.round', server=state, begun=None, **changes):
         said = {
-            'phase': phase, 'round': round, 'accepted': list(accepted), 'library': fedjax_nc.__version__,
+            'phase': phase, 'round': round, 'accepted': list(accepted), 'library': _plan.library(),
             'agreement': _plan.fingerprint(agreed), **changes,
         }  # fmt: skip
         content = {'ask': ConfigRecord({k: v for k, v in said.items() if v is not None}), 'server': _wire.pack(server)}
@@ -997,7 +1016,7 @@ def test_a_site_helps_with_no_weaker_sum_than_agreed(asked, name):
 def test_a_site_sends_nothing_openly_when_sums_are_agreed_on(asked, data):
     agreed, there, _ = asked
     state = simulate.init(FEDAVG, jax.random.key(0), data).server
-    said = {'phase': 0, 'round': 1, 'accepted': [0], 'library': fedjax_nc.__version__}
+    said = {'phase': 0, 'round': 1, 'accepted': [0], 'library': _plan.library()}
     ask = ConfigRecord({**said, 'agreement': _plan.fingerprint(agreed)})
     records = {'ask': ask, 'server': _wire.pack(state), 'key': _wire.pack(ROUNDS), 'begin-0': _wire.pack(state)}
     for kind, match in (('train.round', 'openly'), ('train', 'without the protocol')):

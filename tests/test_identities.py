@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import optax
+import pytest
 import toys
 
 from fedjax_nc import aggregators, heads, local, losses, simulate
@@ -78,11 +79,15 @@ def test_momentum_starts_anew_each_round_unless_it_is_kept(data):
     assert max(jax.tree.leaves(gap)) > 1e-4
 
 
-def test_aggregating_identical_messages_is_the_identity(data):
+NORMED = objective(toys.normed, heads.etf(6, scale=2.0), losses.balanced_softmax)
+
+
+@pytest.mark.parametrize('task', [toys.task, NORMED])  # the second with a temperature and running statistics
+def test_aggregating_identical_messages_is_the_identity(data, task):
     """Every client reports the model of client 0: size weights, uniform weights and the median must agree with it."""
-    results = []
+    results, fedavg_ = [], fedavg.algorithm(task, toys.opt, plan=toys.PLAN)
     for how in (aggregators.mean, aggregators.uniform, aggregators.stacked(aggregators.coordinate_median)):
-        base = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, aggregate=how)
+        base = fedavg.algorithm(task, toys.opt, plan=toys.PLAN, aggregate=how)
 
         def copy(key, server, client, shard, base=base):
             first = data.shard(0)
@@ -94,6 +99,7 @@ def test_aggregating_identical_messages_is_the_identity(data):
     start = simulate.init(fedavg_, toys.KEY, data).server.variables.params
     for result in results:
         toys.same(result.params, jax.tree.map(lambda a, d: a + d, start, message.delta), atol=1e-6)
+        toys.same(result.stats, message.stats, atol=1e-6)
 
 
 def test_a_stack_gives_the_same_mean_as_the_stream(data):

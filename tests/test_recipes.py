@@ -10,11 +10,12 @@ import pytest
 import toys
 
 from fedjax_nc import evaluate, local, losses, simulate
-from fedjax_nc.algorithms import fedavg, fedetf
+from fedjax_nc.algorithms import fedavg, feddyn, fedetf
 from fedjax_nc.base import Model
 from fedjax_nc.data import dirichlet, federate, load_dataset
 from fedjax_nc.experiments import recipes
 from fedjax_nc.models import MLP, from_flax, layers
+from fedjax_nc.objective import predict
 
 
 def normed_features(params, stats, x, mask, key):
@@ -185,6 +186,45 @@ def test_personal_parts_have_an_optimizer_of_their_own(data):
         assert (
             np.abs(after.server.variables.params['body']['w'] - state.server.variables.params['body']['w']).max() > 0.01
         )
+
+
+def test_models_are_made_personal_by_the_restriction_that_trained_them(data):
+    """With a factor of 1 FedRS is FedAvg, personal models included; another has others."""
+    found = {}
+    for name, options in (('fedavg', {}), ('fedrs', {'alpha': 1.0}), ('fedrs', {'alpha': 0.1})):
+        recipe = of(name, data, head='unbiased', options=options)
+        state = simulate.init(recipe.train, toys.KEY, data)
+        found[options.get('alpha')] = finished(recipe, state, data, lambda s: jax.jit(simulate.make_round(s, chunk=1)))
+    plain, same, other = (found[alpha].clients.params['head']['w'] for alpha in (None, 1.0, 0.1))
+    np.testing.assert_allclose(same, plain, atol=1e-6)
+    assert np.abs(other - plain).max() > 1e-3
+
+
+def test_features_that_are_summed_in_training_go_with_running_statistics(data):
+    recipe = recipes.RECIPES['fedetf_gmv'](toys.normed, toys.opt, toys.PLAN, rounds=3, options={'features': 'online'})
+    fits(recipe, data)
+
+
+def test_private_heads_have_a_bias_if_the_generic_head_has():
+    clients = toys.ragged((7, 5, 4))
+    for head, names in (('unbiased', {'w'}), ('linear', {'w', 'b'}), ('etf', {'w'})):
+        state = simulate.init(of('fedrod', clients, head=head).train, toys.KEY, clients)
+        assert set(state.clients.own.head) == names
+    generic = simulate.init(of('fedrod', clients, head='linear').train, toys.KEY, clients).server.variables.params
+    toys.same(generic['personal'], generic['head'])
+
+
+def test_views_predict_otherwise_from_the_same_state(data):
+    dyn, proto = of('feddyn', data), of('fedproto', data)
+    state, _ = simulate.make_round(dyn.train, cohort=3)(toys.KEY, simulate.init(dyn.train, toys.KEY, data), data)
+    x = data.x[:20]
+    mean = dyn.train.predict(feddyn.averaged(state.server), None, x)
+    np.testing.assert_array_equal(dyn.views['averaged'].predict(state.server, None, x), mean)
+    assert np.abs(mean - dyn.train.predict(state.server, None, x)).max() > 1e-3
+    assert not of('feddyn', data, server_opt=optax.sgd(0.5)).views  # whose model is not the mean and a correction
+    state = simulate.init(proto.train, toys.KEY, data)
+    mine = jax.tree.map(lambda u: u[0], state.clients)
+    np.testing.assert_array_equal(proto.views['head'].predict(state.server, mine, x), predict(toys.task, mine, x))
 
 
 def test_ratio_loss_needs_examples_on_the_server():

@@ -7,10 +7,11 @@ import optax
 import pytest
 import toys
 
+from fedjax_nc import heads, losses, simulate
 from fedjax_nc import server_optimizers as servers
-from fedjax_nc import simulate
 from fedjax_nc.algorithms import fedavg, fedetf
 from fedjax_nc.base import Aggregate
+from fedjax_nc.objective import objective
 
 DELTAS = [{'w': np.array([[0.3, -0.02], [0.0, 4.0]]), 'b': np.array(scale)} for scale in (0.5, -1.0, 1e-4, 0.0)]
 FOLLOW = {
@@ -77,6 +78,23 @@ def test_in_fedavg_they_follow_the_mean_change(data):
         return theta + 0.1 * 0.1 * d / (np.sqrt(v) + 1e-3)
 
     toys.same(after.variables.params, jax.tree.map(moved, first.variables.params, delta), atol=1e-5)
+
+
+@pytest.mark.parametrize('opt', [optax.sgd(1.0, 0.9), servers.fedyogi(0.1)])
+def test_running_statistics_are_not_the_servers_business(data, opt):
+    task = objective(toys.normed, heads.linear(), losses.cross_entropy)
+    ends = []
+    for server_opt in (None, opt):
+        algorithm = fedavg.algorithm(task, toys.opt, plan=toys.PLAN, server_opt=server_opt)
+        round, state = jax.jit(simulate.make_round(algorithm, cohort=4)), simulate.init(algorithm, toys.KEY, data)
+        # The same models train in the second round, so that what differs would be the server's doing.
+        first, _ = round(toys.KEY, state, data)
+        again = first._replace(server=first.server._replace(variables=state.server.variables))
+        second, _ = round(jax.random.key(1), again, data)
+        ends.append((first.server.variables.stats, second.server.variables.stats))
+    toys.same(*ends, atol=1e-6)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), ends[0][0], state.server.variables.stats)
+    assert min(jax.tree.leaves(moved)) > 1e-3
 
 
 def test_a_frozen_frame_is_not_the_servers_business(data):

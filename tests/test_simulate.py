@@ -279,6 +279,16 @@ def test_messages_are_folded_not_stacked(data):
     assert stacked > 3 * many
 
 
+def test_seeds_do_not_replay_each_others_cohorts():
+    """Not one round later or earlier, either, as `seed + round` would."""
+    cohorts = [
+        [simulate.choose(simulate.cohort_key(jax.random.fold_in(jax.random.key(seed), t)), 100, 10) for t in range(8)]
+        for seed in range(3)
+    ]
+    drawn = {tuple(sorted(np.asarray(ids).tolist())) for rounds in cohorts for ids in rounds}
+    assert len(drawn) == 24
+
+
 @pytest.mark.parametrize('cohort', [2, None])
 def test_participants_are_those_that_rounds_report(data, cohort):
     algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)

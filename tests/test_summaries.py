@@ -12,7 +12,7 @@ import pytest
 
 from fedjax_nc import local, simulate
 from fedjax_nc.data import federate, load_dataset
-from fedjax_nc.experiments import Setting, measures, pipeline, provenance, recipes, scene, traffic
+from fedjax_nc.experiments import Setting, measures, pipeline, provenance, recipes, scene, study, traffic
 from fedjax_nc.models import MLP, from_flax, libdnnl
 
 D, WIDTH, C = 12, 8, 5
@@ -103,6 +103,33 @@ def test_clients_count_by_the_classes_that_they_have(told):
         np.testing.assert_allclose(summary[f'personal_accuracy{end}_std'], np.std(values), rtol=1e-4)
     assert len({round(summary[f'personal_accuracy{end}'], 6) for end in ('', '_present', '_labels')}) == 3
     np.testing.assert_allclose(summary['personal_accuracy_low'], np.percentile(plain, 10), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('algorithm', 'name'), [('feddyn', 'global_accuracy_averaged_last2'), ('fedproto', 'personal_accuracy_head')]
+)
+def test_other_views_of_a_state_are_measured_beside_it(algorithm, name, tmp_path):
+    setting = Setting(
+        dataset='digits', max_examples=200, clients=4, rounds=3, local_epochs=1, algorithm=algorithm, eval_last=2,
+        lr=0.1, batch_size=16, participation=0.5,
+    )  # fmt: skip
+    summary = pipeline.run(setting, tmp_path / 'run', progress=False)
+    beside = summary['global_accuracy_last2' if 'global' in name else 'personal_accuracy']
+    assert 0.1 < summary[name] <= 1
+    assert summary[name] != beside
+    study.known_metric('heading', name, setting)
+
+
+def test_personal_parts_have_the_momentum_of_their_setting():
+    rates = {}
+    for momentum in (0.0, 0.5):
+        setting = Setting(dataset='digits', algorithm='ditto', personal_momentum=momentum, max_examples=200, clients=4)
+        dataset, clients, _ = scene.load(setting)
+        train = scene.build(setting, dataset).train
+        state = simulate.init(train, jax.random.key(0), clients)
+        rates[momentum] = simulate.make_round(train, chunk=1)(jax.random.key(1), state, clients)[0].clients.personal
+    gaps = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, rates.values()), strict=True)]
+    assert max(gaps) > 1e-4
 
 
 def test_every_client_is_told(told):

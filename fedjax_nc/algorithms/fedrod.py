@@ -43,15 +43,16 @@ class Personal(NamedTuple):
     private: bool  #: whether params stay with the client, or are averaged
 
 
-def linear(start: str = 'generic') -> Personal:
-    """A private `P_k h` without bias.
+def linear(start: str = 'generic', bias: bool = False) -> Personal:
+    """A private `P_k h`.
 
     Args:
       start: 'generic', a copy of the first generic head, as in the released code; 'zeros', so that personal logits
         start at the generic ones, for any generic head.
+      bias: whether it has one where the generic head does; FedNH's tables have none.
 
     Returns:
-      A form whose parameters are `{'w' [D, C]}`.
+      A form whose parameters are `{'w' [D, C]}`, with a bias also `'b' [C]`.
 
     Raises:
       ValueError: for another start; when used, if the generic head has no class vectors to copy.
@@ -60,11 +61,12 @@ def linear(start: str = 'generic') -> Personal:
         raise ValueError(f"start must be 'generic' or 'zeros', not {start!r}")
 
     def init(key: Array, generic: Tree, dim: int, classes: int) -> Tree:
+        own = {'b': generic['b']} if bias and 'b' in generic else {}
         if start == 'zeros':
-            return {'w': jnp.zeros((dim, classes))}
+            return {'w': jnp.zeros((dim, classes)), **tree.zeros(own)}
         if 'w' not in generic:
             raise ValueError("this generic head has no learned class vectors to copy: use linear(start='zeros')")
-        return {'w': generic['w']}
+        return {'w': generic['w'], **own}
 
     return Personal(init, lambda params, share, h: heads.dense(params, h), lambda params: params['w'].shape[1], True)
 

@@ -24,18 +24,21 @@ def load_table(
     features: Sequence[str] | None = None,
     test: str | float = 0.2,
     standardize: bool = False,
+    classes: Sequence[str | int] | None = None,
     seed: int = 0,
 ) -> Dataset:
     """Loads a table: an example a row.
 
     Args:
         path: a `.csv` file, with the names of its columns in its first line, or a `.parquet` file.
-        label: the column of labels, numbers or words; classes are numbered in their order.
+        label: the column of labels, numbers or words; classes are numbered in their order, or as `classes` says.
         client: the column that says whose a row is, if any.
         features: columns of numbers; by default all others.
         test: the share of each class that is held out for testing, between 0 and 1; or the column that says it of a
             row: 'train' or 'test', or whether it is for testing.
         standardize: whether features are shifted and scaled to mean 0 and deviation 1 over the training rows.
+        classes: all labels that there may be, in the order of their numbers: where several tables must agree, of which
+            some lack a class. By default those that occur.
         seed: draws what is held out.
 
     Returns:
@@ -58,7 +61,7 @@ def load_table(
     other = roles(features or (), label, client, test if isinstance(test, str) else None)
     columns = _columns(where, other, features)
     try:
-        return split(columns, other, where.stem, label, client, test, standardize, seed)
+        return split(columns, other, where.stem, label, client, test, standardize, seed, classes)
     except ValueError as error:
         raise ValueError(f'{where}: {error}') from error
 
@@ -72,6 +75,7 @@ def split(
     test: str | float,
     standardize: bool = False,
     seed: int = 0,
+    classes: Sequence[str | int] | None = None,
 ) -> Dataset:
     """The data set of columns in memory; those of `other` are no features.
 
@@ -83,6 +87,8 @@ def split(
         raise ValueError('there is no column of features')
     x = np.stack([numbers(column, columns[column]) for column in names], axis=1)
     values, y = numbered(label, columns[label])
+    if classes is not None:
+        values, y = renumbered(label, values, y, classes)
     train, held = test_rows(test, columns, y, seed)
     if standardize:
         mean, deviation = x[train].mean(0, np.float64), x[train].std(0, dtype=np.float64)
@@ -199,3 +205,15 @@ def numbered(name: str, column: NDArray[Any]) -> tuple[list[Any], NDArray[np.int
     if len(values) > checks.MOST_CLASSES:
         raise ValueError(f'column {name!r} has {len(values)} different values, more than {checks.MOST_CLASSES}')
     return values.tolist(), places.reshape(-1).astype(np.int32)
+
+
+def renumbered(
+    name: str, values: list[Any], places: NDArray[np.int32], classes: Sequence[str | int]
+) -> tuple[list[Any], NDArray[np.int32]]:
+    """The same as `numbered` gives, by the order of `classes`, which may have more than those that occur."""
+    if isinstance(classes, str) or len(set(classes)) < max(len(classes), 2):
+        raise ValueError(f'`classes` must be at least two different labels, not {checks.shown(classes)}')
+    known = {value: i for i, value in enumerate(classes)}
+    if odd := [value for value in values if value not in known]:
+        raise ValueError(f'column {name!r} has the label {checks.shown(odd[0])}, which is none of `classes`')
+    return list(classes), np.array([known[value] for value in values], np.int32)[places]

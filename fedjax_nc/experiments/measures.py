@@ -70,11 +70,11 @@ class Measures:
         begun = simulate.join(calibrate, self.k_tune, state.server, self.setting.clients)
         return calibrate, of_all(calibrate, self.k_tune, begun, self.train, self.chunk)[0]
 
-    def kept(self, state: State) -> Array:
+    def kept(self, state: State, algorithm: Algorithm | None = None) -> Array:
         """Counts [K, C, C] of what clients keep, of those that have taken part: the others have what all began with."""
         setting = self.setting
         took = simulate.participants(self.k_train, state.server.round, setting.clients, setting.cohort)
-        tables = evaluate.per_client(self.recipe.train, state, self.test)
+        tables = evaluate.per_client(algorithm or self.recipe.train, state, self.test)
         return jnp.where(took[:, None, None], tables, 0)
 
     def table(self, algorithm: Algorithm, state: State) -> Array:
@@ -91,6 +91,8 @@ class Measures:
             seen |= dict(zip(('many', 'medium', 'few'), evaluate.group_accuracy(table, self.groups), strict=True))
         if self.recipe.refines:
             seen['accuracy_trained'] = evaluate.accuracy(self.table(self.recipe.train, state))
+        for name, view in self.recipe.views.items():
+            seen[f'accuracy_{name}'] = evaluate.accuracy(self.table(view, state))
         v = state.server.variables
         if 'memory' in v.fixed:
             vectors = {**v.fixed['head'], **v.params['head']}  # frozen ones are 'v', learned ones 'w'
@@ -120,6 +122,8 @@ class Measures:
             told[f'personal_accuracy_{name}'] = float(mean) if sound else None
         if recipe.variants:  # what clients keep is a model of their own before the stage, too
             told['personal_accuracy_trained'] = float(evaluate.over_clients(self.kept(state)).mean)
+        for name, view in ({} if recipe.generic else recipe.views).items():
+            told[f'personal_accuracy_{name}'] = float(evaluate.over_clients(self.kept(state, view)).mean)
         tested = np.asarray(tables).sum((1, 2))
         told['clients'] = {
             'examples': np.asarray(self.train.size).tolist(),

@@ -46,6 +46,7 @@ class Recipe(NamedTuple):
     #: what predicts with a model refitted on all real features, NOT a federated method, and the refit
     oracle: tuple[Algorithm, Callable[[Array, State, FederatedData], State]] | None = None
     told: Mapping[str, Any] = {}  #: what the factory of `train` was given and its defaults, as plain data
+    views: Mapping[str, Algorithm] = {}  #: other ways to predict from the state of `train`, measured beside it
 
     @property
     def final(self) -> Algorithm:

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from fedjax_nc import algorithms as alg
-from fedjax_nc import checks, frames
+from fedjax_nc import checks, frames, losses
 from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State
 from fedjax_nc.data import federate
 from fedjax_nc.experiments.parts import FRAMES as FRAMES
@@ -32,12 +32,13 @@ from fedjax_nc.experiments.parts import WEIGHTS as WEIGHTS
 from fedjax_nc.experiments.parts import Recipe as Recipe
 from fedjax_nc.experiments.parts import Setup as Setup
 from fedjax_nc.experiments.parts import bare as bare
+from fedjax_nc.experiments.parts import defaults as defaults
 from fedjax_nc.experiments.parts import join as join
 from fedjax_nc.experiments.parts import longer as longer
 from fedjax_nc.experiments.parts import plain as plain
 from fedjax_nc.experiments.parts import trained as trained
 from fedjax_nc.local import ClientOptimizer, Plan
-from fedjax_nc.memory import remembering
+from fedjax_nc.memory import remembering, tallying
 from fedjax_nc.objective import objective, transformed
 
 
@@ -77,8 +78,8 @@ class Method(NamedTuple):
           head: one of `heads`; by default the method's own.
           loss: one of `losses`; by default the method's own.
           server_opt: by default plain averaging.
-          personal_opt: of Ditto's second models and FedROD's personal heads, by default the same as `client_opt`; as
-            published, plain SGD of the same rate.
+          personal_opt: of Ditto's second models and FedROD's personal heads, by default the same as `client_opt`;
+            published by FedNH and FedETF: plain SGD of the same rate.
           dim: dimension of the projected ETF.
           scale: first temperature of heads that compare angles.
           rounds: how long training will be.
@@ -121,7 +122,8 @@ class Method(NamedTuple):
             raise ValueError(f'{self.name} cannot take the options {dict(options)}: {error}') from error
         if personal == 'latest' and recipe.personalize is not None:
             told = recipe.told
-            recipe = Recipe(alg.latest.keep(recipe.train), None, recipe.calibrate, join, recipe.refines, told=told)
+            kept = alg.latest.keep(recipe.train)
+            recipe = Recipe(kept, None, recipe.calibrate, join, recipe.refines, told=told, views=recipe.views)
         return recipe
 
 
@@ -207,10 +209,11 @@ def fedrep_recipe(s: Setup) -> Recipe:
 
 
 def fedproto_recipe(s: Setup) -> Recipe:
-    """FedProto, where weighing clients by examples means their class means."""
+    """FedProto, where weighing clients by examples means their class means. The view 'head' predicts by their heads."""
     weigh = 'counts' if s.weigh == 'examples' else 'holders'
-    kwargs = {'weigh': weigh, 'plan': s.plan, **s.options}
-    return trained(alg.fedproto.algorithm, s.task, s.client_opt, **kwargs)._replace(generic=False)
+    recipe = trained(alg.fedproto.algorithm, s.task, s.client_opt, **{'weigh': weigh, 'plan': s.plan, **s.options})
+    own = recipe.train._replace(predict=alg.fedproto.head_predict(s.task))
+    return recipe._replace(generic=False, views={'head': own})
 
 
 def solo_recipe(s: Setup) -> Recipe:
@@ -220,9 +223,18 @@ def solo_recipe(s: Setup) -> Recipe:
 
 
 def feddyn_recipe(s: Setup) -> Recipe:
-    """FedDyn, which weighs clients by its penalty: its means are plain."""
+    """FedDyn, which weighs clients by its penalty: its means are plain.
+
+    Personal models are tuned without anchor. The view 'averaged', the mean of the last cohort's models, is there where
+    no server optimizer moves the model."""
     kwargs = {'by_examples': s.weigh == 'examples', 'plan': s.plan, 'server_opt': s.server_opt, **s.options}
-    return trained(alg.feddyn.algorithm, s.task, s.client_opt, **kwargs)._replace(personalize=s.finetune())
+    recipe = trained(alg.feddyn.algorithm, s.task, s.client_opt, **kwargs)
+
+    def predict(server: Any, client: Any, x: Array) -> Array:
+        return recipe.train.predict(alg.feddyn.averaged(server), client, x)
+
+    views = {'averaged': recipe.train._replace(predict=predict)} if kwargs['server_opt'] is None else {}
+    return recipe._replace(personalize=s.finetune(), views=views)
 
 
 def fedprox_recipe(s: Setup) -> Recipe:
@@ -266,9 +278,11 @@ moon_recipe = contrasting(alg.moon.algorithm, project=True, mu=1.0)
 
 
 def fedrs_recipe(s: Setup) -> Recipe:
-    """FedRS; personal models are tuned under the restricted softmax too."""
+    """FedRS; personal models are tuned under the same restricted softmax."""
     recipe = trained(alg.fedrs.algorithm, s.model, s.client_opt, head=s.head, **s.common)
-    return recipe._replace(personalize=s.finetune())
+    known = {**defaults(alg.fedrs.algorithm), **s.options}
+    restricted = functools.partial(losses.restricted_softmax, alpha=known['alpha'], soft=known['soft'])
+    return recipe._replace(personalize=s.finetune(objective(s.model, s.head, restricted)))
 
 
 def ratioloss_recipe(s: Setup) -> Recipe:
@@ -305,13 +319,13 @@ def creff_recipe(s: Setup) -> Recipe:
 
 
 def fedrod_recipe(s: Setup) -> Recipe:
-    """FedROD with private linear heads on the clients' latest models.
+    """FedROD with private linear heads on the clients' latest models, with biases if the generic head has them.
 
     Under an ETF, of which there is nothing to copy, they start at zero. The option `personal='hyper'` is the network
     that was published for CIFAR, 'linear' the default."""
     kwargs = {'head': s.head, 'personal': 'linear', 'personal_opt': s.personal_opt, **s.common}
     if kwargs['personal'] == 'linear':
-        kwargs['personal'] = alg.fedrod.linear('generic' if s.learned else 'zeros')
+        kwargs['personal'] = alg.fedrod.linear('generic' if s.learned else 'zeros', bias=True)
     elif kwargs['personal'] == 'hyper':
         kwargs['personal'] = alg.fedrod.hyper()
     return latest(trained(alg.fedrod.algorithm, s.model, s.client_opt, **kwargs))
@@ -332,7 +346,9 @@ def fedetf_gmv_recipe(s: Setup) -> Recipe:
     scale = options.pop('scale')
     head = bare(frames.simplex_etf, scale) if 'scale' in s.options else s.head
     recipe = trained(alg.fedetf_gmv.algorithm, s.model, s.client_opt, head=head, **options)
-    personal = s.finetune(remembering(objective(s.model, head, s.loss)))
+    task = objective(s.model, head, s.loss)
+    online = options.get('features') == 'online'  # sums of features have travelled with the statistics
+    personal = s.finetune(remembering(tallying(task, s.plan.epochs) if online else task))
     own = {} if s.learned and 'scale' not in s.options else {'scale': plain(scale)}  # of the frame, if there is one
     return recipe._replace(personalize=personal, told={k: v for k, v in recipe.told.items() if k != 'scale'} | own)
 

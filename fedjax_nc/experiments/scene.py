@@ -162,6 +162,6 @@ def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None 
         local.sgd(setting.lr, setting.momentum, setting.weight_decay, setting.lr_decay, setting.clip or None),
         local.Plan(setting.batch_size, setting.local_epochs, choice.tails),
         head=setting.head, loss=setting.loss, server_opt=server_opt,
-        personal_opt=local.sgd(setting.lr, 0.0, 0.0, setting.lr_decay), rounds=setting.rounds, auxiliary=held,
-        weigh=setting.weigh, personal=setting.personal, options=options, **ETF.get(setting.model, {}),
+        personal_opt=local.sgd(setting.lr, setting.personal_momentum, 0.0, setting.lr_decay), rounds=setting.rounds,
+        auxiliary=held, weigh=setting.weigh, personal=setting.personal, options=options, **ETF.get(setting.model, {}),
     )  # fmt: skip

@@ -80,7 +80,8 @@ PIXELS: dict[str, tuple[Any, Any]] = {
     'cifar100_fedloge': images.CIFAR100_FEDLOGE,
 }
 """Mean and deviation of pixels, by the data set and the paper that took them."""
-KEPT = ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')  # of which summaries have means over the last rounds
+KEPT = ('accuracy', 'accuracy_trained', 'accuracy_averaged', 'many', 'medium', 'few')
+"""Metrics of which summaries have means over the last rounds."""
 TESTS = ('split', 'matched', 'common', NATURAL)
 PERSONAL = ('own', 'latest')
 SERVERS = {name: inspect.signature(make).parameters for name, make in recipes.SERVER_OPTIMIZERS.items()}
@@ -216,6 +217,7 @@ class Setting(Plain):
     #: Rate of the clients' SGD. By default 0.04, 0.01 for cifar100 and 0.02 for digits.
     lr: float = None  # type: ignore[assignment]
     momentum: float = 0.9  #: Of the clients' SGD.
+    personal_momentum: float = 0.0  #: Of the SGD of Ditto's second models and FedROD's personal heads, without decay.
     weight_decay: float = 5e-4  #: Of the clients' SGD.
     lr_decay: float = 1.0  #: Factor a round.
     clip: float = 0.0  #: Largest norm of a gradient; 0 is none.
@@ -306,7 +308,7 @@ class Setting(Plain):
             checks.number(name, getattr(self, name), open_low=True)
         for name in ('participation', 'lr_decay'):
             checks.number(name, getattr(self, name), high=1, open_low=True)
-        for name in ('momentum', 'server_momentum'):
+        for name in ('momentum', 'personal_momentum', 'server_momentum'):
             checks.number(name, getattr(self, name), high=1, open_high=True)
         for name in ('weight_decay', 'clip', 'exponent', 'noise'):
             checks.number(name, getattr(self, name))
@@ -324,7 +326,7 @@ class Setting(Plain):
 
     @property
     def cohort(self) -> int:
-        """Clients a round, `participation * clients` rounded and at least one."""
+        """Clients a round: `participation * clients`, rounded, of two equally near the even one, and at least one."""
         return max(1, round(self.participation * self.clients))
 
     @property

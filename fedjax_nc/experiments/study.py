@@ -359,8 +359,8 @@ def known_metric(heading: str, name: Any, setting: Setting | Geometry) -> None:
     if isinstance(setting, Geometry):
         names: tuple[str, ...] = FrameQuality._fields
     else:
-        ends = ('', '_std', '_pooled', '_low', '_before', '_before_std', '_trained', '_released', '_tuned', '_present',
-                '_present_std', '_labels', '_labels_std')  # fmt: skip
+        ends = ('', '_std', '_pooled', '_low', '_before', '_before_std', '_trained', '_released', '_tuned', '_head',
+                '_present', '_present_std', '_labels', '_labels_std')  # fmt: skip
         last = [f'global_{kind}_last{setting.eval_last}' for kind in KEPT]
         names = ('global_accuracy', 'global_accuracy_oracle', *last, *(f'personal_accuracy{end}' for end in ends),
                  'rounds_per_second', 'compile_seconds', 'padded_work_share', 'broken_clients')  # fmt: skip

@@ -1,14 +1,36 @@
 """What a consortium agrees on before it begins, and what follows from that: the shapes of all that travels."""
 
+import functools
+import hashlib
+import platform
 from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import fedjax_nc
 from fedjax_nc import _fingerprint, checks, simulate
 from fedjax_nc.base import Algorithm, Array, FederatedData, Info, State, Tree
+
+
+@functools.cache
+def library() -> str:
+    """The version of this library, with a digest of its program text: two commits may have one version."""
+    root, digest = Path(fedjax_nc.__file__).parent, hashlib.blake2b(digest_size=4)
+    for path in sorted(root.rglob('*.py')):
+        digest.update(path.relative_to(root).as_posix().encode() + b'\0' + path.read_bytes() + b'\0')
+    return f'{fedjax_nc.__version__}+{digest.hexdigest()}'
+
+
+@functools.cache
+def versions() -> str:
+    """Of Python and the packages that compute and carry messages."""
+    packages = ', '.join(f'{name} {metadata.version(name)}' for name in ('jax', 'jaxlib', 'flax', 'optax', 'flwr'))
+    return f'python {platform.python_version()}, {packages}'
 
 
 def join(algorithm: Algorithm, key: Array, state: State, data: FederatedData) -> State:

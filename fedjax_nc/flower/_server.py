@@ -13,10 +13,10 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-import fedjax_nc
 from fedjax_nc import _checkpoints, checks, saving, simulate, tree
 from fedjax_nc._checkpoints import Row
 from fedjax_nc._progress import Progress
+from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.base import Aggregate, Array, Info, Shard, State, Tree
 from fedjax_nc.flower import _plan, _secure, _sites, _wire
 from fedjax_nc.flower._plan import Agreement, Phase
@@ -27,17 +27,21 @@ class Patience(NamedTuple):
     """How long a server waits, in seconds."""
 
     round: float = 600.0  #: for the sites of a round
-    rest: float | None = None  #: for the others, once `least` sites have answered; None: as long as `round`
+    #: for the others, once `least` sites have answered; None: as long as `round`. With `Agreement.secure` all have
+    #: `round` for each of four messages
+    rest: float | None = None
     start: float = 3600.0  #: for all sites at the beginning, and for `least` of them later; several times `round`
+    hello: float = 120.0  #: for a new node to load its data and say who it is
 
 
 def server_app(
     agreed: Agreement,
     out: str | Path | Callable[[Context], str | Path],
     *,
-    least: int = 1,
+    least: int | None = None,
     patience: Patience = Patience(),  # noqa: B008
     nodes: Mapping[int, int] | None = None,
+    sizes: Mapping[int, int] | None = None,
     most: float = _wire.MOST,
     measure: Callable[[int, State], Mapping[str, float]] | None = None,
     evaluate_every: int | None = None,
@@ -56,11 +60,14 @@ def server_app(
       out: directory of the run, or a function that finds it in Flower's context. It gets `sites.json`, and a folder for
         each phase: checkpoints and tables, as those of `training.run`, `sites.jsonl`, whose messages counted in which
         round, and `model.safetensors` at the end.
-      least: sites that must have answered for a round to count; it is asked again otherwise. With `agreed.secure` its
-        own `least` holds, too.
+      least: sites that must have answered for a round to count; it is asked again otherwise. By default two, for a
+        mean of one is that site's message; one where a cohort is one site. With `agreed.secure` its own `least` holds,
+        too.
       patience: how long to wait.
       nodes: from Flower's node ids, as `flwr supernode list` tells them, to the numbers of sites. By default the first
-        node that says that it is a site is that site, which suits those who trust each other.
+        node that says that it is a site is that site, as long as it is there: for those who trust each other.
+      sizes: from the numbers of sites to the most examples that each may say it has, which are its weight; any number
+        by default.
       most: largest absolute value in a message that passes.
       measure: from the number of a phase and its state, whose `clients` are (), to further numbers of a row.
       evaluate_every: rounds after which sites test the model on tests of their own: 'accuracy' is the generic model's
@@ -83,12 +90,19 @@ def server_app(
     for name, seconds in patience._asdict().items():
         if seconds is not None:
             checks.number(name, seconds)
+    if least is None:
+        least = min([2, *(phase.cohort or agreed.clients for phase in agreed.phases)])
     checks.whole('least', least)
     checks.number('most', most, open_low=True)
     if evaluate_every is not None:
         checks.whole('evaluate_every', evaluate_every)
     if nodes is not None and sorted(nodes.values()) != sorted(set(nodes.values()) & set(range(agreed.clients))):
         raise ValueError(f'nodes must name sites 0 to {agreed.clients - 1}, each once')
+    if sizes is not None:
+        if not set(sizes) <= set(range(agreed.clients)):
+            raise ValueError(f'sizes must be of sites 0 to {agreed.clients - 1}, not {sorted(sizes)}')
+        for k, size in sizes.items():
+            checks.whole(f'sizes[{k}]', size)
     if agreed.secure is not None:
         least = max(least, agreed.secure.least)
     for phase in agreed.phases:
@@ -103,9 +117,9 @@ def server_app(
     def main(grid: Grid, context: Context) -> None:
         folder = Path(out(context) if callable(out) else out)
         with _checkpoints.holding(folder):
-            sites = _sites.Sites(grid, agreed, folder / 'sites.json', nodes)
+            sites = _sites.Sites(grid, agreed, folder / 'sites.json', nodes, sizes)
             server = Server(grid, context, agreed, kinds, sites, patience, least, most)
-            sites.gather(least, patience.start)
+            sites.gather(least, patience.start, patience.hello)
             run(server, folder, measure, evaluate_every, on_round, progress)
 
     return app
@@ -138,7 +152,7 @@ def run(
             failing = time.monotonic()
             while len(history) < phase.rounds:
                 t, began = len(history), time.monotonic()
-                server.sites.greet(_sites.HELLO)
+                server.sites.greet(server.patience.hello)
                 key = jax.random.fold_in(phase.key, t)
                 asking = Asking(number, t + 1, key, state, [b for b, _ in begun], counted)
                 answers = server.ask(asking)
@@ -158,14 +172,14 @@ def run(
                 state = after
                 begun[-1] = begin, state
                 row: Row = {'round': t + 1, **loss, **answers.told, 'seconds': time.monotonic() - began}
+                with (out / folder / 'sites.jsonl').open('a') as file:  # of a round done again the last line holds
+                    file.write(json.dumps({'round': t + 1, 'sites': answers.there}) + '\n')
                 if measure is not None:
                     row |= {name: float(u) for name, u in measure(number, State(state, ())).items()}
                 if t + 1 == phase.rounds or (evaluate_every is not None and (t + 1) % evaluate_every == 0):
                     row |= server.tested(asking._replace(round=t + 2, server=state))
                 history.append(row)
                 files.log([row])
-                with (out / folder / 'sites.jsonl').open('a') as file:  # of a round done again the last line holds
-                    file.write(json.dumps({'round': t + 1, 'sites': answers.there}) + '\n')
                 files.save(t + 1, State(state, jnp.asarray(accepted)), phase.key, history)
                 failing = time.monotonic()
                 if on_round is not None:
@@ -284,6 +298,11 @@ class Server:
                 _sites.warn(f'round {asking.round}: {_sites.line(error)}; the round goes on without it')
         told['sites'] = len(replies)
         enough = f'{len(replies)} of at least {self.least} sites answered' if len(replies) < self.least else ''
+        if enough and told['refused'] == len(messages) > 1:
+            enough += (
+                ', and what all others sent was refused. If that was for numbers that are not finite, a message of an '
+                'earlier round may have spoilt the model: go back to a copy of the run, with a lower `most`'
+            )
         return Answers(ids, sorted(replies), replies, None, told, enough)
 
     def ask_unseen(
@@ -322,7 +341,7 @@ class Server:
             last = max((q for q, t in enumerate(accepted) if t), default=-1)
             ask: dict[str, Any] = {
                 'phase': asking.number, 'round': asking.round, 'accepted': accepted,
-                'library': fedjax_nc.__version__, 'agreement': self.name,
+                'library': _plan.library(), 'agreement': self.name,
             }  # fmt: skip
             missed: dict[str, Any] = {}
             for q in range(last + 1, asking.number + 1):
@@ -346,6 +365,10 @@ class Server:
         found = Reply(_wire.unpack(message, kinds.message, who, most=self.most), _wire.unpack(info, kinds.info, who))
         if any(np.min(count, initial=0) < 0 for count in jax.tree.leaves(found.info[1:])):
             raise _wire.WireError(f'{who} counts less than nothing')
+        size = self.sites.sizes[k]
+        for rows in jax.tree.leaves(found.message, is_leaf=lambda u: isinstance(u, ClassRows)):
+            if isinstance(rows, ClassRows) and not (np.min(rows.weight) >= 0 and np.sum(rows.weight) <= size):
+                raise _wire.WireError(f'{who} weighs its classes by other numbers than its {size} examples allow')
         return found
 
     def tested(self, asking: Asking) -> Row:
@@ -354,7 +377,7 @@ class Server:
         contents = self.contents(asking, node, _wire.pack(asking.key))
         messages = [_sites.message('evaluate', n, contents[k]) for k, n in sorted(node.items())]
         found, whose = np.zeros(3, np.int64), set(node.values())
-        for reply in _sites.collect(self.grid, messages, self.patience.round, len(messages), self.patience.rest):
+        for reply in _sites.collect(self.grid, messages, self.patience.round, self.least, self.patience.rest):
             try:
                 if reply.metadata.src_node_id not in whose:
                     raise _wire.WireError('it was not asked, or has answered')

@@ -12,11 +12,10 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors.numpy import save as packed
 
-import fedjax_nc
 from fedjax_nc import checks, evaluate, saving, tree
 from fedjax_nc._checkpoints import replace
 from fedjax_nc.base import Algorithm, FederatedData, Info, State, Tree
-from fedjax_nc.flower import _plan, _secure, _wire
+from fedjax_nc.flower import _plan, _secure, _sites, _wire
 from fedjax_nc.flower._plan import Agreement
 
 
@@ -46,10 +45,10 @@ class Ask(NamedTuple):
         ask = content.get('ask')
         if not isinstance(ask, ConfigRecord):
             raise _wire.WireError('the server must say what it asks for')
-        if ask.get('library') != fedjax_nc.__version__:
+        if ask.get('library') != _plan.library():
             raise _wire.WireError(
                 f'the server has version {str(ask.get("library"))[:20]} of fedjax_nc, and this site '
-                f'{fedjax_nc.__version__}: install the same'
+                f'{_plan.library()}: install the same'
             )
         if ask.get('agreement') != name:
             raise _wire.WireError(
@@ -98,7 +97,7 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
         if not known:
             found = site(context)
             fits(found, agreed)
-            found.folder.mkdir(parents=True, exist_ok=True)
+            found.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # personal models are for the site alone
             known.append(found)
         return known[0]
 
@@ -126,7 +125,8 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
         told: dict[str, Any] = {
             'client': mine.client,
             'size': int(mine.data.size[0]),
-            'library': fedjax_nc.__version__,
+            'library': _plan.library(),
+            'versions': _plan.versions(),
             'agreement': name,
         }
         return Message(RecordDict({'told': ConfigRecord(told)}), reply_to=message)
@@ -166,7 +166,10 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
             path = mine.folder / f'{ask.phase}-{phase.name}.safetensors'
             state = State(server, jax.tree.map(lambda u: u[None], own))
             client = 0 if jax.tree.leaves(own) else None
-            saving.save(path, phase.algorithm, state, mine.data, client=client, about={'site': mine.client})
+            about = {'site': mine.client, 'last_round': ask.accepted[-1], 'rounds': phase.rounds}
+            saving.save(path, phase.algorithm, state, mine.data, client=client, about=about)
+            if client == 0 and not ask.accepted[-1]:
+                _sites.warn(f'no round of {phase.name} counted with this site: its own model is the one it began with')
         told: dict[str, Any] = {'client': mine.client, 'examples': 0, 'right': 0, 'right_personal': 0}
         if mine.test is not None:
             found = np.asarray(tables[ask.phase](server, own, mine.test.shard(0)))
@@ -261,7 +264,7 @@ def keep(site: Site, name: str, ask: Ask, state: Tree) -> None:
     counted = ask.accepted[-1]
     needed = {ask.round, counted, *[t for t in there if t < counted][-1:]}
     for t in there:
-        if t not in needed:
+        if t < ask.round and t not in needed:  # an answer to an old question must not drop what came after it
             _place(site, ask.phase, t).unlink(missing_ok=True)
 
 

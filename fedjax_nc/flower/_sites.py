@@ -12,13 +12,11 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-import fedjax_nc
 from fedjax_nc import _checkpoints
 from fedjax_nc.flower import _plan, _wire
 from fedjax_nc.flower._plan import Agreement
 
 POLL = 0.1  # seconds between two looks at what has come
-HELLO = 30.0  # seconds at most that a new node has to say who it is
 LATER = 600.0  # seconds at most until a node that did not is asked again
 
 
@@ -29,10 +27,15 @@ class Sites:
       node: from the number of a site to its node, of those that are there.
       sizes: [K] examples; 0 for a site that has never been there.
       first: [K], those at the beginning, which first states may depend on.
+      why: from a node that takes no part to the reason.
     """
 
-    def __init__(self, grid: Grid, agreed: Agreement, path: Path, nodes: Mapping[int, int] | None) -> None:
-        self.grid, self.clients, self.path, self.nodes = grid, agreed.clients, path, nodes
+    def __init__(
+        self, grid: Grid, agreed: Agreement, path: Path, nodes: Mapping[int, int] | None = None,
+        largest: Mapping[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.grid, self.clients, self.path, self.nodes, self.largest = grid, agreed.clients, path, nodes, largest
+        self.why: dict[int, str] = {}
         self.name = _plan.fingerprint(agreed)
         self.node: dict[int, int] = {}
         self.met: set[int] = set()
@@ -44,19 +47,17 @@ class Sites:
                 raise ValueError(f'{path.parent} holds a run of another agreement: choose another directory')
             self.sizes, self.first = np.asarray(held['sizes']), np.asarray(held['first'])
 
-    def gather(self, least: int, seconds: float) -> None:
-        """Waits for all sites, or so long; then `least` must be there."""
+    def gather(self, least: int, seconds: float, hello: float = 120.0) -> None:
+        """Waits for all sites, or so long; then `least` must be there. A node has `hello` seconds to say who it is."""
         deadline = time.monotonic() + seconds
         while True:
-            self.greet(min(HELLO, seconds))
+            self.greet(min(hello, seconds))
             if len(self.node) == self.clients or time.monotonic() > deadline:
                 break
             time.sleep(min(0.5, seconds / 10))
         if len(self.node) < least:
-            raise RuntimeError(
-                f'{len(self.node)} of at least {least} sites said hello within {seconds:.0f} s: are they started, with '
-                'the same agreement and version?'
-            )
+            why = self.reasons(min(hello, seconds))
+            raise RuntimeError(f'{len(self.node)} of at least {least} sites said hello within {seconds:.0f} s{why}')
         if self.first is None:
             self.first = self.sizes.copy()
         self.save()
@@ -66,18 +67,29 @@ class Sites:
         text = json.dumps({'agreement': self.name, 'sizes': self.sizes.tolist(), 'first': first.tolist()})
         _checkpoints.replace(self.path, text)
 
+    def reasons(self, hello: float) -> str:
+        """Why nodes that are there take no part."""
+        told = '; '.join(f'node {node}: {why}' for node, why in sorted(self.why.items()))
+        if silent := sorted(set(self.later) - set(self.why)):
+            many = f'{len(silent)} nodes are' if len(silent) > 1 else 'a node is'
+            told += f'{"; " if told else ""}{many} there and did not answer within {hello:g} s: raise Patience.hello'
+        return f' ({told})' if told else ': are they started?'
+
     def greet(self, seconds: float) -> None:
         """Forgets nodes that have gone, and asks new ones who they are."""
         there = set(self.grid.get_node_ids())
         self.node = {k: node for k, node in self.node.items() if node in there}
         self.met &= there
+        self.why = {node: why for node, why in self.why.items() if node in there}
         began = time.monotonic()
         new = sorted(node for node in there - self.met if began >= self.later.get(node, (0, 0.0))[1])
         before = self.sizes.copy()
         for reply in collect(self.grid, [message('query.hello', node, RecordDict()) for node in new], seconds):
             try:
                 self.know(reply)
+                self.why.pop(reply.metadata.src_node_id, None)
             except Exception as error:  # a site may send anything
+                self.why[reply.metadata.src_node_id] = line(error)
                 warn(f'node {reply.metadata.src_node_id} takes no part: {line(error)}')
         self.later = {node: until for node, until in self.later.items() if node in there - self.met}
         for node in set(new) - self.met:  # who is silent, or none of the sites, must not hold up every round
@@ -100,16 +112,18 @@ class Sites:
         if type(client) is not int or not 0 <= client < self.clients:
             raise _wire.WireError(f'it says that it is site {str(client)[:20]} of {self.clients}')
         size = whole(size)
-        if told.get('library') != fedjax_nc.__version__:
+        if told.get('library') != _plan.library():
             self.met.add(node)
             raise _wire.WireError(
                 f'site {client} has version {str(told.get("library"))[:20]} of fedjax_nc, and the server '
-                f'{fedjax_nc.__version__}'
+                f'{_plan.library()}'
             )
+        versions = str(told.get('versions'))[:120]
+        other = '' if versions == _plan.versions() else f'; it has {versions}, and the server {_plan.versions()}'
         if told.get('agreement') != self.name:
             self.met.add(node)
             raise _wire.WireError(
-                f'site {client} has another agreement: another model, algorithm, key or number of rounds'
+                f'site {client} has another agreement: another model, algorithm, key or number of rounds{other}'
             )
         if self.nodes is not None and self.nodes.get(node) != client:
             raise _wire.WireError(f'it says that it is site {client}, and it is {self.nodes.get(node, "none")}')
@@ -119,6 +133,10 @@ class Sites:
             raise _wire.WireError(
                 f'site {client} began with {self.sizes[client]} examples and has {size} now: begin another run'
             )
+        if self.largest is not None and size > self.largest.get(client, size):
+            raise _wire.WireError(f'site {client} says {size} examples, and it has {self.largest[client]} at most')
+        if other and client not in self.node:
+            warn(f'results may differ in their last digits: site {client}{other[1:]}')
         self.node[client], self.sizes[client] = node, size
         self.met.add(node)
 

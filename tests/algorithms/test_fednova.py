@@ -140,6 +140,13 @@ def test_more_steps_do_not_tilt_the_objective(copies):
     assert fine < 0.1 * drift
 
 
+def test_drift_of_clients_remains_with_a_constant_rate(copies):
+    """Where SCAFFOLD comes to rest in the minimum of the mean loss, FedNova stays away from its own: O(rate)."""
+    algorithm = fednova.algorithm(task, local.sgd(LR, 0.0, DECAY), aggregate=aggregators.uniform, plan=PLAN)
+    end = flat(play(algorithm, copies, [[0, 1, 2, 3], [4, 5, 6, 7]] * 75)[-1].server.variables.params)
+    assert np.abs(end - minimiser(copies, np.ones(8), DECAY)).max() > 0.02
+
+
 def test_renaming_clients_changes_nothing(copies):
     check_renaming(HEAVY, copies)
 

@@ -7,7 +7,19 @@ import pytest
 import toys
 
 from fedjax_nc import heads, local, losses, simulate
-from fedjax_nc.algorithms import ditto, fedbabu, fedper, fedproto, fedrep, fedrod, finetune, latest
+from fedjax_nc.algorithms import (
+    ditto,
+    fedavg,
+    fedbabu,
+    fedloge,
+    fedper,
+    fedproto,
+    fedprox,
+    fedrep,
+    fedrod,
+    finetune,
+    latest,
+)
 from fedjax_nc.base import Batch
 from fedjax_nc.objective import objective, on_features
 
@@ -127,3 +139,28 @@ def test_dittos_personal_model_has_statistics_of_its_own(population):
     x = population.x[:9]
     z, _ = task.features(want, Batch(x))
     np.testing.assert_allclose(algorithm.predict(server, mine, x), task.logits(want, z), atol=1e-5)
+
+
+def test_fedproxs_anchor_holds_scales_of_norms_and_no_statistics(population):
+    v = simulate.init(fedprox.algorithm(task, opt, mu=2.0), toys.KEY, population).server.variables
+    batch = Batch(population.x[:3])
+
+    def penalty(mine):
+        return float(fedprox.proximal(2.0)(mine, batch.x, batch, fedavg.Server(v, (), jnp.int32(0)), ()))
+
+    assert penalty(v._replace(stats=jax.tree.map(lambda u: u + 1, v.stats))) == 0
+    moved = {name: {**u, 'scale': u['scale'] + 1} if 'scale' in u else u for name, u in v.params['body'].items()}
+    assert penalty(v._replace(params={**v.params, 'body': moved})) == pytest.approx(8)  # eight scales
+
+
+def test_fedloges_realignment_leaves_statistics_alone(population):
+    """Heads are tuned on features in evaluation mode, and the server stands still."""
+    train = fedloge.algorithm(toys.normed, opt, plan=toys.PLAN)
+    stage = fedloge.realign(toys.normed, opt, plan=toys.PLAN, finetune_epochs=2)
+    _, state = played(train, population)
+    begun = fedloge.stage_state(state)
+    kept = jax.tree.map(np.asarray, begun.server)
+    after, _ = jax.jit(simulate.make_round(stage, chunk=1))(toys.KEY, begun, population)
+    toys.same(after.server, kept)
+    heads = begun.clients.head['w'], after.clients.realigned['w']
+    assert np.abs(heads[0][4] - heads[1][4]).max() > 1e-3

@@ -1,0 +1,158 @@
+"""What operators of a consortium meet: sites that are slow, away or of another version, and what is kept of a run."""
+
+import json
+import stat
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from flwr.app import Error, Message
+from loopback import Loopback, agreement, deploy, own, sites
+
+from fedjax_nc import flower, saving
+from fedjax_nc.algorithms import fedavg, fednh, finetune
+from fedjax_nc.flower import _plan, _site, _wire
+
+ROUNDS, TUNE = jax.random.key(1), jax.random.key(2)
+FEDAVG = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+
+
+@pytest.fixture(scope='module')
+def data():
+    return toys.ragged((20, 7, 12))
+
+
+def away(nodes, kinds, rounds=None, phase=0):
+    """A fault: these nodes do not answer such messages, of these rounds of the phase."""
+
+    def change(node, message, reply):
+        ask = message.content.config_records.get('ask', {})
+        asked = rounds is None or (ask.get('phase'), ask.get('round')) in [(phase, t) for t in rounds]
+        return None if node in nodes and message.metadata.message_type in kinds and asked else reply
+
+    return change
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_one_site_is_no_round_by_default(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    grid = Loopback(sites(agreed, data, tmp_path), away((102, 103), ('train.round',)))
+    patience = flower.Patience(0.2, None, 0.5)
+    with pytest.raises(RuntimeError, match='1 of at least 2 sites'):
+        deploy(agreed, grid, tmp_path / 'server', patience)
+    assert deploy(agreed, grid, tmp_path / 'server', patience, least=1)[-1].row['sites'] == 1
+
+
+def test_tests_do_not_wait_longer_than_rounds_for_a_silent_site(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    grid = Loopback(sites(agreed, data, tmp_path), away((102,), ('evaluate',)))
+    began = time.monotonic()
+    row = deploy(agreed, grid, tmp_path / 'server', flower.Patience(300.0, 0.1, 5.0))[-1].row
+    assert row['tested'] == 32
+    assert time.monotonic() - began < 150
+
+
+def test_a_site_without_a_round_of_a_stage_is_told_so(data, tmp_path):
+    tune = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS), flower.Phase(tune, TUNE, name='personal')], data)
+    grid = Loopback(sites(agreed, data, tmp_path), away((103,), ('train.round',), rounds=[1], phase=1))
+    with pytest.warns(UserWarning, match='no round of personal counted with this site'):
+        deploy(agreed, grid, tmp_path / 'server', flower.Patience(0.5, None, 5.0))
+    about = [saving.load(tmp_path / f'site-{k}/1-personal.safetensors', tune).about for k in range(3)]
+    assert [said['last_round'] for said in about] == [1, 1, 0]
+    assert [said['rounds'] for said in about] == [1, 1, 1]
+    assert stat.S_IMODE((tmp_path / 'site-0').stat().st_mode) == 0o700
+
+
+def test_who_took_part_is_on_disk_before_anything_is_published(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS, 2)], data)
+
+    def fails(number, state):
+        raise OSError('no space left')
+
+    with pytest.raises(OSError, match='no space'):
+        deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server', measure=fails)
+    (line,) = (tmp_path / 'server/0-train/sites.jsonl').read_text().splitlines()
+    assert json.loads(line) == {'round': 1, 'sites': [0, 1, 2]}
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_what_spoils_the_model_is_hinted_at_when_honest_sites_fail(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+
+    def broken(node, message, reply):
+        if message.metadata.message_type != 'train.round':
+            return reply
+        return Message(Error(2, 'what site 0 sent goes to nan'), reply_to=message)
+
+    patience = flower.Patience(0.2, None, 0.5)
+    with pytest.raises(RuntimeError, match='with a lower `most`'):
+        deploy(agreed, Loopback(sites(agreed, data, tmp_path), broken), tmp_path / 'server', patience)
+
+
+def test_sites_have_no_more_examples_than_was_agreed(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    grid = Loopback(sites(agreed, data, tmp_path))
+    with pytest.warns(UserWarning, match='site 0 says 20 examples, and it has 19 at most'):
+        seen = deploy(agreed, grid, tmp_path / 'server', flower.Patience(5.0, None, 0.2), sizes={0: 19, 1: 7})
+    assert seen[-1].row['sites'] == 2
+    for wrong, said in (({3: 1}, 'sizes must be of sites 0 to 2'), ({0: 0}, 'sizes')):
+        with pytest.raises(ValueError, match=said):
+            flower.server_app(agreed, tmp_path, sizes=wrong)
+
+
+@pytest.mark.parametrize('weight', [-1.0, 1e6])
+def test_classes_weigh_no_more_than_a_sites_examples(data, tmp_path, weight):
+    """Means by class divide by what sites say that they hold of each."""
+    algorithm = fednh.algorithm(toys.tiny, toys.opt, plan=toys.PLAN)
+    agreed = agreement([flower.Phase(algorithm, ROUNDS)], data)
+
+    def lies(node, message, reply):
+        if node == 102 and message.metadata.message_type == 'train.round':
+            record = dict(reply.content.array_records['message'])
+            (name,) = (name for name in record if name.endswith('weight'))
+            record[name] = _wire.pack({'u': np.full(toys.CLASSES, weight, np.float32)})['u']
+            reply.content['message'] = type(reply.content['message'])(record)
+        return reply
+
+    with pytest.warns(UserWarning, match='site 1 weighs its classes by other numbers than its 7 examples allow'):
+        seen = deploy(agreed, Loopback(sites(agreed, data, tmp_path), lies), tmp_path / 'server')
+    assert (seen[-1].row['sites'], seen[-1].row['refused']) == (2, 1)
+
+
+def test_large_numbers_travel_whole_in_half_precision():
+    """They would end a server otherwise that took them from a site."""
+    a = {'w': jnp.array([[1e6, 0.1]]), 'v': jnp.array([[0.1, 2.0]])}
+    record = _wire.pack(a, half=True)
+    assert (record['w'].dtype, record['v'].dtype) == ('float32', 'float16')
+    got = _wire.unpack(record, a, 'a site')
+    np.testing.assert_array_equal(got['w'], a['w'])
+    np.testing.assert_allclose(got['v'], a['v'], atol=1e-4)
+
+
+def test_an_old_question_does_not_drop_newer_states(data, tmp_path):
+    site = flower.Site(0, own(data, 0), tmp_path)
+    for round, accepted in ((2, 1), (3, 2), (2, 1)):
+        _site.keep(site, 'name', _site.Ask(0, round, [accepted]), {'u': jnp.float32(round)})
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {'0-000002.state', '0-000003.state'}
+    _site.keep(site, 'name', _site.Ask(0, 5, [3]), {'u': jnp.float32(5)})
+    assert {path.name for path in tmp_path.iterdir()} == {f'0-{t:06d}.state' for t in (2, 3, 5)}
+
+
+def test_the_version_tells_commits_apart(monkeypatch, tmp_path):
+    import fedjax_nc
+
+    (tmp_path / '__init__.py').write_text('a = 1\n')
+    known = _plan.library()
+    assert known.startswith(f'{fedjax_nc.__version__}+')
+    monkeypatch.setattr(fedjax_nc, '__file__', str(tmp_path / '__init__.py'))
+    found = [_plan.library.__wrapped__()]
+    (tmp_path / '__init__.py').write_text('a = 2\n')
+    found.append(_plan.library.__wrapped__())
+    (tmp_path / 'more.py').write_text('')
+    found.append(_plan.library.__wrapped__())
+    assert len({known, *found}) == 4
