@@ -119,11 +119,12 @@ class Sites:
                 f'{_plan.library()}'
             )
         versions = str(told.get('versions'))[:120]
-        other = '' if versions == _plan.versions() else f'; it has {versions}, and the server {_plan.versions()}'
+        other = '' if versions == _plan.versions() else f' has {versions}, and the server {_plan.versions()}'
         if told.get('agreement') != self.name:
             self.met.add(node)
             raise _wire.WireError(
-                f'site {client} has another agreement: another model, algorithm, key or number of rounds{other}'
+                f'site {client} has another agreement: another model, algorithm, key or number of rounds'
+                + (other and f'; it{other}')
             )
         if self.nodes is not None and self.nodes.get(node) != client:
             raise _wire.WireError(f'it says that it is site {client}, and it is {self.nodes.get(node, "none")}')
@@ -136,7 +137,7 @@ class Sites:
         if self.largest is not None and size > self.largest.get(client, size):
             raise _wire.WireError(f'site {client} says {size} examples, and it has {self.largest[client]} at most')
         if other and client not in self.node:
-            warn(f'results may differ in their last digits: site {client}{other[1:]}')
+            warn(f'results may differ in their last digits: site {client}{other}')
         self.node[client], self.sizes[client] = node, size
         self.met.add(node)
 
