@@ -136,7 +136,8 @@ def main() -> None:
         setting = dataclasses.replace(setting, rounds=args.rounds)
     measure, state = trained(setting, args, args.out / setting.name)
     about = {'setting': setting.plain(), 'rounds': setting.rounds, 'keys': args.keys}
-    pipeline.write(args.out / f'{name}.json', {**about, **refitted(measure, state, args.keys), **provenance.about()})
+    title = f'{name}, seed {args.seed}' if args.seed else name
+    pipeline.write(args.out / f'{title}.json', {**about, **refitted(measure, state, args.keys), **provenance.about()})
     text = markdown({path.stem: json.loads(path.read_text()) for path in sorted(args.out.glob('*.json'))})
     (args.out / 'ccvr_refits.md').write_text(text)
     print(text)

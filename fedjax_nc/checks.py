@@ -260,6 +260,11 @@ def transformation(name: str, value: Any) -> None:
         raise ValueError(f'{name} must be an optax optimizer, such as optax.sgd(0.1), not {shown(value)}')
 
 
+def seeded(seed: int) -> jax.Array:
+    """The key of a seed, of a generator that `key` takes, whatever jax's default is."""
+    return jax.random.key(seed, impl='threefry2x32')
+
+
 def key(name: str, value: Any) -> None:
     """Refuses what is no random key.
 

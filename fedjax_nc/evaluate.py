@@ -6,7 +6,7 @@ The two functions that run a model compile themselves, once for each algorithm a
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -100,11 +100,19 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
         raise ValueError(f'a test set needs examples [n, ...], not the shape {x.shape}')
     checks.labels('test labels', y, len(x), num_classes)
     checks.finite('test examples', x)
-    try:
+    with _predicting():
         return _generic(algorithm, state.server, x, y, num_classes, batch_size)
+
+
+@contextlib.contextmanager
+def _predicting() -> Iterator[None]:
+    """Raises ValueError where a prediction looks for what the state does not have."""
+    try:
+        yield
     except (KeyError, AttributeError) as error:
         raise ValueError(
-            f'the algorithm cannot predict from this state, which may be of another ({type(error).__name__}: {error})'
+            'the algorithm cannot predict from this state, which may be of another, or its `predict` is at fault '
+            f'({type(error).__name__}: {error})'
         ) from error
 
 
@@ -140,7 +148,8 @@ def per_client(
 
     Raises:
       ValueError: if the model and the data have other numbers of classes, the state and the data of clients, `allowed`
-        has another shape, or for what is no algorithm, no data or a state that is kept off the devices.
+        has another shape, the state is of another algorithm, or for what is no algorithm, no data or a state that is
+        kept off the devices.
 
     Example:
       >>> import jax
@@ -166,12 +175,14 @@ def per_client(
             raise ValueError(f'{what} {sizes.pop()} clients, and the data have {data.num_clients}')
 
     if not isinstance(data, HostData) or checks.traced(data.size):
-        return _per_client(algorithm, state, data, allowed, personal, batch_size)
+        with _predicting():
+            return _per_client(algorithm, state, data, allowed, personal, batch_size)
     tables = []
     for ids in cohorts(data):
         some = State(state.server, tree.take(state.clients, jnp.asarray(ids)))
         known = None if allowed is None else tree.take(allowed, jnp.asarray(ids))
-        found = _per_client(algorithm, some, part(data, ids).data, known, personal, batch_size)
+        with _predicting():
+            found = _per_client(algorithm, some, part(data, ids).data, known, personal, batch_size)
         tables.append(found[: np.sum(ids < data.num_clients)])
     return jnp.concatenate(tables)
 
@@ -187,7 +198,8 @@ def _per_client(
             logits = algorithm.predict(state.server, client if personal else None, x)
             if known is None:
                 return logits
-            return jnp.where(known | ~jnp.any(known), logits, -jnp.inf)  # who may predict nothing is not restricted
+            may = known != 0
+            return jnp.where(may | ~jnp.any(may), logits, -jnp.inf)  # who may predict nothing is not restricted
 
         return confusion(predict, data.shard(i), batch_size)
 

@@ -191,6 +191,7 @@ def make_round(
     def round(
         key: Array, state: State, data: FederatedData | Part, ids: Array | None = None
     ) -> tuple[State, simulate.Report]:
+        checks.key('key', key)
         store: Store = state.clients
         if not isinstance(store, Store):
             raise ValueError('the state holds its clients itself: make it with population.init, or use simulate')

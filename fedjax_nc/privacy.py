@@ -214,12 +214,12 @@ def noise_multiplier(
     logging.getLogger('absl').setLevel(logging.ERROR)  # of each order that is left out, at each step
     try:
         while spent(high) > epsilon:
-            high *= 4
-            if high > MULTIPLIERS[1]:
-                raise ValueError(f'epsilon {epsilon:g} takes a noise_multiplier above {high / 4:g}: promise less')
+            if high == MULTIPLIERS[1]:
+                raise ValueError(f'epsilon {epsilon:g} takes a noise_multiplier above {high:g}: promise less')
+            high = min(4 * high, MULTIPLIERS[1])
         low = high / 4
-        while low >= MULTIPLIERS[0] and spent(low) <= epsilon:
-            low, high = low / 4, low
+        while low > MULTIPLIERS[0] and spent(low) <= epsilon:
+            low, high = max(low / 4, MULTIPLIERS[0]), low
         while high > 1.001 * low:
             middle = math.sqrt(low * high)
             low, high = (low, middle) if spent(middle) <= epsilon else (middle, high)

@@ -119,6 +119,7 @@ def join(algorithm: Algorithm, key: Array, server: Tree, num_clients: int) -> St
       (8, 16, 5)
     """
     checks.kind('algorithm', algorithm, Algorithm)
+    checks.key('key', key)
     checks.whole('num_clients', num_clients)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_clients))
     clients = jax.vmap(algorithm.init_client, in_axes=(0, None))(keys, server)
@@ -194,6 +195,7 @@ def make_round(
         checks.whole('cohort', cohort)
 
     def round(key: Array, state: State, data: FederatedData | Part, ids: Array | None = None) -> tuple[State, Report]:
+        checks.key('key', key)
         checks.kind('state', state, State)
         population = data.num_clients
         checks.stacked('state.clients', state.clients)
@@ -240,6 +242,8 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
             out = algorithm.client(jax.random.fold_in(key, i), server, client, data.shard(at))
             if not (isinstance(out, tuple) and len(out) == 3 and isinstance(out[2], Info)):
                 found = f'a tuple of {len(out)}' if isinstance(out, tuple) else type(out).__name__
+                if isinstance(out, tuple) and len(out) == 3:
+                    found = f'{type(out[2]).__name__} in its place'
                 raise ValueError(
                     f'`client` of an algorithm returns (client, message, info), of which info is a base.Info, and this '
                     f'one returns {found}'

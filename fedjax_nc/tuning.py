@@ -214,11 +214,11 @@ class Trial:
     ) -> None:
         """Compiles it."""
         self.data, self.sizes, self.tails = data, np.asarray(data.size), choice.tails
-        self.keys = jax.random.split(jax.random.key(0), choice.rounds_per_call)
+        self.keys = jax.random.split(checks.seeded(0), choice.rounds_per_call)
         begin = time.perf_counter()
         with choice.products():
             algorithm = build(choice)
-            self.state = simulate.compiled_init(algorithm)(jax.random.key(0), data)
+            self.state = simulate.compiled_init(algorithm)(checks.seeded(0), data)
             rounds = simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=choice.chunk))
             self.step = simulate.compiled(rounds).lower(self.keys, self.state, data).compile()
         self.compile_seconds = time.perf_counter() - begin
@@ -289,7 +289,7 @@ class Trial:
 
 def _key_of(algorithm: Algorithm, data: FederatedData, choices: tuple[Choice, ...], cohort: int | None) -> str:
     """What a result depends on."""
-    state: State = jax.eval_shape(lambda: simulate.init(algorithm, jax.random.key(0), data))
+    state: State = jax.eval_shape(lambda: simulate.init(algorithm, checks.seeded(0), data))
     device = jax.devices()[0]
     sizes = np.sort(np.asarray(data.size)).tolist()
     about = (

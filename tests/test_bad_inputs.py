@@ -32,7 +32,7 @@ from fedjax_nc import (
     simulate,
     training,
 )  # fmt: skip
-from fedjax_nc.algorithms import fedavg, fedprox, latest, moon
+from fedjax_nc.algorithms import fedavg, fedprox, finetune, latest, moon
 from fedjax_nc.data import federate
 from fedjax_nc.objective import objective
 
@@ -315,6 +315,10 @@ def two(key, server, client, shard):
 
 LATER = {
     'a penalty that is a name': (lambda: fedavg.algorithm(toys.task, toys.opt, penalty='l2'), 'penalty must be a func'),
+    'a penalty of fine-tuning that is a name': (
+        lambda: finetune.algorithm(toys.task, toys.opt, penalty='l2'),
+        'penalty must be a func',
+    ),
     'a penalty of nothing': (
         lambda: played(fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, penalty=lambda *_: None)),
         'what penalty returns must be one number, not None',

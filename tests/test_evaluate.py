@@ -219,6 +219,7 @@ def test_classes_that_are_not_allowed_are_never_predicted(data):
     assert not np.asarray(masked.sum(1))[~np.asarray(held)].any()
     assert np.asarray(free.sum(1))[~np.asarray(held)].any()
     assert evaluate.accuracy(masked).mean() >= evaluate.accuracy(free).mean()
+    np.testing.assert_array_equal(masked, evaluate.per_client(algorithm, state, data, allowed=held.astype(np.float32)))
     unknown = evaluate.per_client(algorithm, state, data, allowed=held.at[2].set(False))
     np.testing.assert_array_equal(unknown[2], free[2])  # who trained on nothing is not asked to predict nothing
 
@@ -230,6 +231,8 @@ def test_a_state_of_another_algorithm_is_refused(data):
     )
     with pytest.raises(ValueError, match=r'cannot predict from this state, .*KeyError'):
         evaluate.generic(framed, simulate.init(plain, toys.KEY, data), data.x, data.y, data.num_classes)
+    with pytest.raises(ValueError, match=r'cannot predict from this state, .*AttributeError'):
+        evaluate.per_client(finetune.algorithm(toys.task, toys.opt), simulate.init(plain, toys.KEY, data), data)
 
 
 def test_a_model_of_other_classes_is_refused(data):

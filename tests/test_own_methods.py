@@ -2,15 +2,19 @@
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import toys
 
 from fedjax_nc import experiments, local, testing
-from fedjax_nc.experiments import Setting, command, recipes, runner
+from fedjax_nc.experiments import Setting, command, measures, recipes, runner, scene, seeds
 from fedjax_nc.experiments.study import Run, Study
+from fedjax_nc.training import DivergedError
 
 MODULE = '''
 """FedAvg with steps that are halved, and the same with a decay of the head."""
@@ -128,7 +132,77 @@ def test_a_study_says_where_its_method_has_changed_since(mine, tmp_path, capsys)
     path.write_text(path.read_text() + '\n# another thought\n')
     assert runner.carry_out(again, tmp_path) == []
     said = [line for line in capsys.readouterr().err.splitlines() if 'has changed' in line]
-    assert said == [f'Mine, seed 0: its method has changed since it was run: delete {folder} to have it run again']
+    assert said == [
+        f'Mine, seed 0: the file of its method has changed since it was run: delete {folder} to have it run again, '
+        'by a program that is started anew'
+    ]
+    shutil.rmtree(folder)  # this program has imported the file as it was, and says what it runs
+    runner.carry_out(again, tmp_path)
+    capsys.readouterr()
+    runner.carry_out(again, tmp_path)
+    assert 'has changed' in capsys.readouterr().err
+    importlib.reload(mine)
+    shutil.rmtree(folder)
+    runner.carry_out(again, tmp_path)
+    runner.carry_out(again, tmp_path)
+    assert 'has changed' not in capsys.readouterr().err
+
+
+def test_seeds_that_diverged_together_are_told_as_changed(mine, tmp_path, capsys):
+    runs = [
+        Run('Mine', '', seed, Setting(**{**DIGITS, 'lr': 1e30, 'seed': seed}, algorithm='steps.halved:algorithm'))
+        for seed in (0, 1)
+    ]
+    found = seeds.run([run.setting for run in runs], [runner.where(run, tmp_path) for run in runs], progress=False)
+    assert all(isinstance(one, DivergedError) for one in found)
+    assert not any(runner.outdated(run, tmp_path) for run in runs)
+    path = Path(mine.__file__)
+    path.write_text(path.read_text() + '\n# another thought\n')
+    assert all(runner.outdated(run, tmp_path) for run in runs)
+
+
+LOOKING = """
+import jax.numpy as jnp
+
+from fedjax_nc import tree
+from fedjax_nc.algorithms import fedavg
+
+
+def algorithm(task, client_opt, *, plan, base=None, kind='fedavg'):
+    assert kind == 'fedavg'
+    made = (base or fedavg.algorithm)(task, client_opt, plan=plan)
+
+    def init(key, data):
+        server, shard = made.init(key, data), data.shard(0)
+        seen = 1 + jnp.std(shard.x[shard.index].astype(jnp.float32)) + jnp.mean(data.y[:].astype(jnp.float32))
+        v = server.variables
+        return server._replace(variables=v._replace(params=tree.scale(v.params, seen)))
+
+    return made._replace(init=init)
+"""
+
+
+def test_a_first_model_that_looks_at_examples_sees_them_wherever_they_are(tmp_path, monkeypatch):
+    (tmp_path / 'looking.py').write_text(LOOKING)
+    monkeypatch.syspath_prepend(tmp_path)
+    few = {'dataset': 'digits', 'max_examples': 205, 'imbalance': 5.0, 'clients': 4, 'rounds': 1, 'local_epochs': 1}
+    settings = [Setting(**few, algorithm='looking:algorithm', seed=seed) for seed in (0, 2)]
+    begun = []
+    for host in (False, True):
+        found = scene.load(settings[0], None, host)
+        begun.append(measures.Measures(settings[0], scene.build(settings[0], found[0]), found).begun())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), *(state.server.variables for state in begun))
+    together = seeds.run(settings, [tmp_path / str(s.seed) for s in settings], progress=False)
+    alone = [experiments.run(s, tmp_path / f'alone-{s.seed}', progress=False) for s in settings]
+    losses = [
+        [
+            json.loads((tmp_path / f'{kind}{s.seed}' / 'metrics.jsonl').read_text().splitlines()[0])['loss']
+            for s in settings
+        ]
+        for kind in ('', 'alone-')
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert [one['global_accuracy'] for one in together] == [one['global_accuracy'] for one in alone]
 
 
 def test_clients_count_as_asked_where_the_factory_can_say_so(tmp_path):

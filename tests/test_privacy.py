@@ -375,6 +375,7 @@ class TestEpsilon:
         assert base > privacy.epsilon(4.0, 0.05, 50, 1e-5)
         assert base > privacy.epsilon(4.0, 0.1, 25, 1e-5)
         assert base < privacy.epsilon(4.0, 1.0, 50, 1e-5)
+        assert privacy.epsilon(1.0, 0.5, 20, 1e-3) <= privacy.epsilon(1.0, 1.0, 20, 1e-3)
         assert privacy.epsilon(4.0, 0.1, 0, 1e-5) == 0.0
         assert privacy.epsilon(0.0, 0.1, 50, 1e-5) == math.inf
 
@@ -386,6 +387,8 @@ def test_the_noise_of_a_promise_keeps_it_and_hardly_more(sampling):
         z = privacy.noise_multiplier(epsilon, rate, 20, 1e-5, sampling=sampling)
         told = [privacy.epsilon(noise, rate, 20, 1e-5, sampling=sampling) for noise in (z, z / 1.01)]
         assert 0.98 * epsilon < told[0] <= epsilon < told[1]
+    least = privacy.noise_multiplier(1e13, 1.0, 1, 1e-5, sampling=sampling)
+    assert privacy.epsilon(least, 1.0, 1, 1e-5, sampling=sampling) <= 1e13
     for wrong, said in (
         ({'epsilon': 0.0}, 'epsilon must be positive'),
         ({'rounds': 0}, 'rounds must be at least 1'),

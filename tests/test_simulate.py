@@ -317,3 +317,8 @@ def test_keys_that_draw_by_lane_are_refused(data):
     algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
     with pytest.raises(ValueError, match=r"key is of rbg, .* impl='threefry2x32'"):
         simulate.init(algorithm, jax.random.key(0, impl='rbg'), data)
+    state = simulate.init(algorithm, toys.KEY, data)
+    with pytest.raises(ValueError, match='key is of rbg'):
+        jax.jit(simulate.make_round(algorithm))(jax.random.key(0, impl='rbg'), state, data)
+    with pytest.raises(ValueError, match='key is of rbg'):
+        simulate.join(algorithm, jax.random.key(0, impl='rbg'), state.server, 3)

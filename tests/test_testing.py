@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import aggregators, losses, simulate, testing, tree
+from fedjax_nc import aggregators, local, losses, simulate, testing, tree
 from fedjax_nc.algorithms import fedavg, solo
 from fedjax_nc.base import Aggregator, Algorithm, Info
 from fedjax_nc.data import federate
@@ -135,6 +135,11 @@ FAULTS = {
         fedavg.algorithm(toys.task._replace(loss=unmasked), toys.opt, plan=toys.PLAN),
         'masks',
         'leave another state',
+    ),
+    'masks: a loss of all rows in batches of three': (
+        fedavg.algorithm(toys.task._replace(loss=unmasked), toys.opt, plan=local.Plan(3, 1)),
+        'masks',
+        '2 examples and rows that fill their batch leave another state than 2 alone',
     ),
     'masks: a loss that is told': (changing_plain(client=told_by_slots), 'masks', 'report another loss'),
     "owned: the pool's mean": (

@@ -83,14 +83,34 @@ def moved_parts(value: Tree) -> set[str]:
     return set(value['delta'])
 
 
+def checked_penalty(penalty: Any) -> None:
+    """Raises ValueError for a penalty that is neither a function nor None."""
+    if penalty is not None and not callable(penalty):
+        raise ValueError(f'penalty must be a function, such as fedprox.proximal(0.1), not {checks.shown(penalty)}')
+
+
+def penalised(loss: Array, penalty: Penalty | None, *args: Any) -> Array:
+    """A loss with what a penalty adds to it, called with `args`.
+
+    Raises:
+      ValueError: if that is no number.
+    """
+    if penalty is None:
+        return loss
+    term = penalty(*args)
+    checks.number('what penalty returns', term, -math.inf, finite=False)
+    return loss + term
+
+
 def plain_server(server: Server) -> Server:
     """The first state of a base, as it is, for methods that need all of it to be FedAvg's.
 
     Raises:
       ValueError: if the base remembers more.
     """
-    if jax.tree.leaves(server.extra):
-        kind = type(server.extra).__name__
+    extra = getattr(server, 'extra', ())
+    if jax.tree.leaves(extra):
+        kind = type(extra).__name__
         raise ValueError(
             f'this method has no room for what its base remembers, {kind}: use one such as fedavg or fedprox'
         )
@@ -174,8 +194,7 @@ def algorithm(
                 f'{name} must be an Aggregator of models, such as aggregators.mean, or aggregators.stacked(...) around '
                 'a function of all messages'
             )
-    if penalty is not None and not callable(penalty):
-        raise ValueError(f'penalty must be a function, such as fedprox.proximal(0.1), not {checks.shown(penalty)}')
+    checked_penalty(penalty)
     follow = server_opt or optax.sgd(1.0)
 
     def init(key: Array, data: FederatedData) -> Server:
@@ -195,12 +214,7 @@ def algorithm(
         def loss(params: Tree, stats: Tree, batch: Batch) -> tuple[Array, Tree]:
             u = v._replace(params={**kept, **params}, stats=stats)
             z, stats = task.features(u, batch)
-            value = task.loss(u, z, batch)
-            if penalty is not None:
-                term = penalty(u, z, batch, server, client)
-                checks.number('what penalty returns', term, -math.inf, finite=False)
-                value += term
-            return value, stats
+            return penalised(task.loss(u, z, batch), penalty, u, z, batch, server, client), stats
 
         start = client if persist_momentum else None
         out = local_sgd(key, loss, trained, v.stats, client_opt(server.round), shard, plan, start)

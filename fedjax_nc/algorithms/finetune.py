@@ -41,11 +41,12 @@ def algorithm(
       An `Algorithm` as of `stage`. The client state is the client's model, nothing is sent.
 
     Raises:
-      ValueError: for an objective, optimizer or plan that is none; in the first round, for a name in `parts` that no
-        parameters have.
+      ValueError: for an objective, optimizer, plan or penalty that is none; in the first round, for a name in `parts`
+        that no parameters have, or a penalty that is no number.
     """
     checks.optimizer('client_opt', client_opt)
     checked('plan', plan)
+    fedavg.checked_penalty(penalty)
 
     def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
         trained, kept = tree.split(mine.params, parts)
@@ -54,8 +55,7 @@ def algorithm(
             return mine._replace(params={**kept, **params})
 
         def value(v: Variables, z: Array, batch: Batch) -> Array:
-            loss = objective.loss(v, z, batch)
-            return loss if penalty is None else loss + penalty(v, z, batch, server, mine)
+            return fedavg.penalised(objective.loss(v, z, batch), penalty, v, z, batch, server, mine)
 
         task = freezing(objective, trained)._replace(loss=value)
         return fit(key, task, mine, trained, put, client_opt(server.round), shard, plan)

@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from fedjax_nc import _checkpoints, checks, frames
 from fedjax_nc.base import Array
 from fedjax_nc.experiments import provenance
@@ -51,7 +49,7 @@ class Geometry(Plain):
 def fitted(setting: Geometry) -> Array:
     """Its frame. Frames that differ in their length alone are fitted once, which takes minutes at published sizes."""
     made = {name: value for name, value in setting.plain().items() if name not in ('dim', 'classes', 'seed')}
-    return frames.sparse_etf(jax.random.key(setting.seed), setting.dim, setting.classes, **made)
+    return frames.sparse_etf(checks.seeded(setting.seed), setting.dim, setting.classes, **made)
 
 
 def run(setting: Geometry, out: str | Path) -> dict[str, Any]:

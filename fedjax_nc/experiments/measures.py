@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_nc import aggregators, data, evaluate, memory, simulate, tree
+from fedjax_nc import aggregators, checks, data, evaluate, memory, simulate, tree
 from fedjax_nc.base import Algorithm, Array, FederatedData, Info, State
 from fedjax_nc.data.host import AT_ONCE
 from fedjax_nc.experiments import recipes
@@ -49,7 +49,7 @@ class Measures:
 
     def __init__(self, setting: Setting, recipe: recipes.Recipe, scene: Scene, chunk: int | None = None) -> None:
         self.setting, self.recipe, self.chunk = setting, recipe, chunk
-        self.k_init, self.k_train, self.k_tune = jax.random.split(jax.random.key(setting.seed), 3)
+        self.k_init, self.k_train, self.k_tune = jax.random.split(checks.seeded(setting.seed), 3)
         self.dataset, self.train, self.test = scene
         here: Any = jnp.asarray if self.dataset.x_test.nbytes <= AT_ONCE else np.asarray
         self.x_test, self.y_test = here(self.dataset.x_test), here(self.dataset.y_test)
@@ -58,7 +58,10 @@ class Measures:
     def begun(self) -> State:
         """The state before the first round."""
         train = self.train
-        if isinstance(train, data.HostData):  # first states look at tables and at what an example is, which can be sent
+        if isinstance(train, data.HostData):
+            if self.setting.algorithm not in recipes.RECIPES:  # a method of one's own may look at all examples
+                return simulate.init(self.recipe.train, self.k_init, train)
+            # The library's look at tables and at what an example is, which can be sent.
             train = FederatedData(train.x[:1], train.y[:1], train.index, train.size, train.counts)
         return simulate.compiled_init(self.recipe.train)(self.k_init, train)
 

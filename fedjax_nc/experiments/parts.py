@@ -71,9 +71,10 @@ def trained(factory: Callable[..., Algorithm], *args: Any, **kwargs: Any) -> Rec
     """
     given = {**defaults(factory), **kwargs}
     told = {name: plain(value) for name, value in given.items() if name not in SAID}
-    if 'base' not in given:
-        return Recipe(factory(*args, **kwargs), told=told)
-    base, under = given['base'], dict[str, Any]()
+    base, under = given.get('base'), dict[str, Any]()
+    if not callable(base) or not factory.__module__.startswith('fedjax_nc.'):
+        own = {'base': plain(base)} if 'base' in given else {}
+        return Recipe(factory(*args, **kwargs), told={**told, **own})
 
     def seen(*args: Any, **kwargs: Any) -> Algorithm:
         under.update({**defaults(base), **kwargs})
@@ -81,7 +82,8 @@ def trained(factory: Callable[..., Algorithm], *args: Any, **kwargs: Any) -> Rec
 
     algorithm = factory(*args, **{**kwargs, 'base': seen})
     more = {name: plain(value) for name, value in under.items() if name not in (*SAID, 'parts', *told)}
-    return Recipe(algorithm, told={**told, 'base': base.__module__.rpartition('.')[2], **more})
+    module = getattr(base, 'func', base).__module__  # of a partial, what it is of
+    return Recipe(algorithm, told={**told, 'base': module.rpartition('.')[2], **more})
 
 
 def defaults(factory: Callable[..., Any]) -> dict[str, Any]:

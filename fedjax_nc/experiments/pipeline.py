@@ -82,7 +82,7 @@ def run(
     if tune and host:
         raise ValueError('what is tuned has its examples on the device: tune without host')
     provenance.commit()  # that of the code which runs, whatever is changed meanwhile
-    record = {**(record or {}), 'source': provenance.source(setting.algorithm) or None}
+    record = {**(record or {}), 'source': provenance.running(setting.algorithm) or None}
     with _checkpoints.holding(out):
         settle(setting, out, resume)
         provenance.forget_peak()

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def version(package: str) -> str:
 def commit() -> str:
     """The library's, as it was when this was first asked: code that changes while a program runs is not what runs."""
     return revision(Path(fedjax_nc.__file__).parent)
+
+
+def running(algorithm: str) -> str:
+    """What `source` was when the method's module was imported, or at least when this was first asked after that."""
+    module = sys.modules.get(algorithm.partition(':')[0])
+    return _running(algorithm, id(getattr(module, '__spec__', None)))
+
+
+@functools.cache
+def _running(algorithm: str, spec: int) -> str:
+    """By the identity of the module's specification, too, which another import renews."""
+    return source(algorithm)
 
 
 def source(algorithm: str) -> str:

@@ -22,6 +22,7 @@ from fedjax_nc import algorithms as alg
 from fedjax_nc import checks, frames, losses
 from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State
 from fedjax_nc.data import federate
+from fedjax_nc.experiments import provenance
 from fedjax_nc.experiments.parts import FRAMES as FRAMES
 from fedjax_nc.experiments.parts import HEADS as HEADS
 from fedjax_nc.experiments.parts import LEARNED as LEARNED
@@ -494,6 +495,7 @@ def named(name: str) -> Method:
         advice = ': is its folder in PYTHONPATH?' if isinstance(error, ModuleNotFoundError) else ''
         said = ' '.join(f'{type(error).__name__}: {error}'.split())
         raise ValueError(f'algorithm {name}: {said}{advice}') from error
+    provenance.running(name)  # before the file changes
     if not hasattr(found, attribute):
         raise ValueError(f'algorithm {name}: the module {module} has no {checks.shown(attribute)}')
     made = getattr(found, attribute)

@@ -67,7 +67,11 @@ def carry_out(
     told, missing, trouble = Teller(study, out, show), list[Run](), None
     for run in distinct(study.runs):
         if run not in left and outdated(run, out):
-            told.of(run, f'its method has changed since it was run: delete {where(run, out)} to have it run again')
+            told.of(
+                run,
+                f'the file of its method has changed since it was run: delete {where(run, out)} to have it run again, '
+                'by a program that is started anew',
+            )
     for runs, error in refused(left, out, data_dir):  # before hours have been spent on others
         told.left_out(runs, error)
         missing, trouble = missing + runs, trouble or error

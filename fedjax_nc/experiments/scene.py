@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from fedjax_nc import data, local, models, simulate, tuning
+from fedjax_nc import checks, data, local, models, simulate, tuning
 from fedjax_nc.base import FederatedData
 from fedjax_nc.data import hub, images
 from fedjax_nc.data.partition import Parts
@@ -42,7 +42,7 @@ def misfit(setting: Setting, scene: Scene) -> ValueError | None:
     dataset, train, _ = scene
     try:
         recipe = build(setting, dataset)
-        jax.eval_shape(lambda key: simulate.init(recipe.train, key, train), jax.random.key(0))
+        jax.eval_shape(lambda key: simulate.init(recipe.train, key, train), checks.seeded(0))
     except ValueError as error:
         return error.with_traceback(None)  # whose frames hold the data
     return None

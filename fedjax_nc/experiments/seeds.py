@@ -20,7 +20,7 @@ import numpy as np
 from fedjax_nc import _checkpoints, _training, simulate, training
 from fedjax_nc._progress import Progress
 from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
-from fedjax_nc.experiments import pipeline, provenance
+from fedjax_nc.experiments import pipeline, provenance, recipes
 from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.pipeline import Clock
 from fedjax_nc.experiments.scene import Scene, build, load
@@ -78,23 +78,25 @@ def run(
             if _checkpoints.Files(folder).begun():
                 raise ValueError(f'{folder} already holds a run: choose another directory')
         provenance.forget_peak()
-        source = provenance.source(first.algorithm)
+        source = provenance.running(first.algorithm)
         with clock.part('data'):
             alone = [load(setting, data_dir) for setting in settings]
             scenes = alike(alone)
         recipe = build(first, scenes[0][0])
         measures = [Measures(setting, recipe, scene) for setting, scene in zip(settings, scenes, strict=True)]
         with clock.part('initialisation'):
-            begun = [m.begun() for m in measures]
+            # First states of a method of one's own may look at all examples, so at what is there to fill up.
+            scenes = scenes if first.algorithm in recipes.RECIPES else alone
+            begun = [Measures(s, recipe, scene).begun() for s, scene in zip(settings, scenes, strict=True)]
             servers = [jax.device_get(state.server) for state in begun]
         trained = train(recipe.train, measures, begun, lanes, clock, progress)
         found: list[dict[str, Any] | training.DivergedError] = []
         for measure, done, server, folder, scene in zip(measures, trained, servers, folders, alone, strict=True):
+            config = {**measure.setting.plain(), **({'source': source} if source else {})}
+            pipeline.write(folder / 'config.json', config)
             if isinstance(done, training.DivergedError):
                 found.append(done)
                 continue
-            config = {**measure.setting.plain(), **({'source': source} if source else {})}
-            pipeline.write(folder / 'config.json', config)
             files = _checkpoints.Files(folder, _training.about(recipe.train, scene[1], measure.setting.cohort))
             files.log(done.history)
             files.save(len(done.history), done.state, measure.k_train, done.history)
