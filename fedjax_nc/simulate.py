@@ -366,7 +366,18 @@ def choose(key: Array, population: int, cohort: int | None) -> Array:
 
 
 def brought(part: Part, ids: Array | None) -> Array:
-    """The cohort that a `data.Part` brings along, as it holds it; ValueError if `ids` name one as well."""
+    """The cohort that a `data.Part` brings along.
+
+    Args:
+      part: examples of a cohort.
+      ids: None; a cohort that is named as well is refused.
+
+    Returns:
+      `part.ids`, [M] int32.
+
+    Raises:
+      ValueError: for other `ids`.
+    """
     if ids is not None:
         raise ValueError('a data.Part brings its clients along: name none by ids')
     return part.ids

@@ -50,7 +50,7 @@ class TestSetting:
                  'precision': 'bfloat16', 'pixels': 'cifar10_fednh', 'crop_mode': 'reflect', 'flip': True,
                  'algorithm': 'fedavg', 'options': {'a': 1}, 'head': 'linear', 'loss': 'positive', 'features': 'noisy',
                  'personal': 'latest', 'weigh': 'alike', 'server_optimizer': 'sgd', 'server_momentum': 0.5,
-                 'participation': 0.5, 'lr_decay': 0.5, 'momentum': 0.5, 'weight_decay': 0.5,
+                 'participation': 0.5, 'lr_decay': 0.5, 'momentum': 0.5, 'personal_momentum': 0.5, 'weight_decay': 0.5,
                  'test_share': 0.5, 'loading': {'label': 'y'}}  # fmt: skip
         for field in dataclasses.fields(Setting):
             own = {'dataset': 'own.csv'} if field.name == 'loading' else {}  # has a meaning for files alone
