@@ -85,9 +85,10 @@ def run(
         recipe = build(first, scenes[0][0])
         measures = [Measures(setting, recipe, scene) for setting, scene in zip(settings, scenes, strict=True)]
         with clock.part('initialisation'):
-            # First states of a method of one's own may look at all examples, so at what is there to fill up.
-            scenes = scenes if first.algorithm in recipes.RECIPES else alone
-            begun = [Measures(s, recipe, scene).begun() for s, scene in zip(settings, scenes, strict=True)]
+            exact = measures
+            if first.algorithm not in recipes.RECIPES:  # whose first states may look at what is there to fill up
+                exact = [Measures(setting, recipe, scene) for setting, scene in zip(settings, alone, strict=True)]
+            begun = [measure.begun() for measure in exact]
             servers = [jax.device_get(state.server) for state in begun]
         trained = train(recipe.train, measures, begun, lanes, clock, progress)
         found: list[dict[str, Any] | training.DivergedError] = []
