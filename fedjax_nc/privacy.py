@@ -254,10 +254,11 @@ def _accounting(sampling_rate: float, rounds: int, delta: float, sampling: str) 
         return [dp.SampledWithoutReplacementDpEvent(share.denominator, share.numerator, half), half]
 
     def spent(z: float) -> float:
-        accountants = (dp.rdp.RdpAccountant(neighboring_relation=relation) for _ in range(2))
-        composed = (
-            a.compose(dp.SelfComposedDpEvent(u, int(rounds))) for a, u in zip(accountants, once(z), strict=False)
-        )
-        return min(float(a.get_epsilon(float(delta))) for a in composed)
+        bounds = []
+        for event in once(z):
+            accountant = dp.rdp.RdpAccountant(neighboring_relation=relation)
+            accountant.compose(dp.SelfComposedDpEvent(event, int(rounds)))
+            bounds.append(float(accountant.get_epsilon(float(delta))))
+        return min(bounds)
 
     return spent
