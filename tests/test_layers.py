@@ -389,6 +389,19 @@ def test_one_pass_over_values_far_from_zero_loses_no_digits_once_the_mean_is_kno
     np.testing.assert_allclose(first, want, atol=1e-5 + off**2 * 1e-6)  # and few while it is not
 
 
+@pytest.mark.parametrize('rows', [3, 40])
+def test_rows_without_an_image_lose_no_digits_in_the_first_step_either(rows):
+    x = np.array(normal(0, rows + 2, 4)) * np.float32(0.01) + 300
+    x[rows:], real = 1e6, x[:rows].astype(np.float64)
+    norm = layers.BatchNorm()
+    y, new = norm.apply(norm.init(jax.random.key(0), x), x, np.arange(len(x)) < rows, mutable=['batch_stats'])
+    want = (real - real.mean(0)) / np.sqrt(real.var(0) + 1e-5)
+    np.testing.assert_allclose(y[:rows], want, atol=0.01)  # a last digit of the mean is 0.003 deviations
+    np.testing.assert_allclose(new['batch_stats']['var'], 0.9 + 0.1 * real.var(0, ddof=1), atol=1e-6)
+    narrow, _ = norm.apply(norm.init(jax.random.key(0), x[:rows]), x[:rows], mutable=['batch_stats'])
+    np.testing.assert_allclose(y[:rows], narrow, atol=0.01)
+
+
 def test_a_constant_has_no_variance_below_zero():
     x = jnp.full((64, 6, 6, 2), 1234.567)
     y, new = layers.BatchNorm().apply(layers.BatchNorm().init(jax.random.key(0), x), x, mutable=['batch_stats'])

@@ -177,8 +177,9 @@ class BatchNorm(nn.Module):
     """Batch normalisation over the real rows of [B, ..., C], as PyTorch computes it.
 
     Eps is 1e-5; the running estimate is 0.9 old + 0.1 new and holds the unbiased variance. A batch without a real row
-    leaves it alone. Statistics are float32. Both moments come from one pass, which loses digits of the variance where
-    the mean is hundreds of deviations from the running estimate, as in first steps on inputs that are far from zero.
+    leaves it alone. Statistics are float32. Both moments of images come from one pass, which loses digits of the
+    variance where the mean is hundreds of deviations from the running estimate, as in first steps on inputs that are
+    far from zero; those of vectors, [B, C], come from two, which lose none.
 
     Attributes:
         use_running_average: normalise by the running estimate, for evaluation.
@@ -214,8 +215,9 @@ def _normalise(x: Array, keep: Array, scale: Array, bias: Array, near: Array) ->
     """Normalises by the moments of the rows that `keep` marks; also their mean, biased variance and number.
 
     Both moments come from one pass, as sums of distances and their squares from `near`, a guess of the mean: the nearer
-    it is, the fewer digits cancel. The gradient is written out, because it needs half the passes over the images that a
-    derived one takes. Moments are statistics: nothing is differentiated through them where they are returned.
+    it is, the fewer digits cancel. Of vectors it is the mean, which costs them nothing. The gradient is written out,
+    because it needs half the passes over the images that a derived one takes. Moments are statistics: nothing is
+    differentiated through them where they are returned.
     """
     return _normalise_forward(x, keep, scale, bias, near)[0]
 
@@ -226,6 +228,8 @@ def _normalise_forward(
     values, image = x.astype(jnp.float32), tuple(range(1, x.ndim - 1))
     n = jnp.sum(keep, dtype=jnp.float32) * math.prod(x.shape[1:-1])
     kept = keep.reshape(-1, *[1] * (x.ndim - 1))
+    if not image:  # so little is read twice at no cost, and few rows may lie far closer together than to any guess
+        near = jnp.sum(jnp.where(kept, values, 0), 0) / jnp.maximum(n, 1)
     # Rows are left out after the sums over their images, and the two sums share nothing: so no array as large as x
     # comes between it and them.
     sums = jnp.sum(values, image), jnp.sum((values - near) ** 2, image)
