@@ -37,6 +37,12 @@ def placed(mesh: Mesh, state: State, data: FederatedData) -> tuple[State, Federa
     return State(onto.server, state.clients) if apart else onto, data if given is None else given
 
 
+@jax.jit
+def keys(key: Array, rounds: Array) -> Array:
+    """The keys of rounds by their numbers [R], from that of the run."""
+    return jax.vmap(lambda t: jax.random.fold_in(key, t))(rounds)
+
+
 class Rounds:
     """Compiled rounds, several in a call: `(keys [R], state, data) -> (state, reports [R, ...], times)`.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_nc import _training, checks, population
@@ -172,7 +172,7 @@ def run(
             for start, stop in _training.calls(first, rounds, rounds_per_call, when.stops):
                 if not step.ready(stop - start):
                     bar.compiling()
-                keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(jnp.arange(start, stop))
+                keys = _training.keys(key, np.arange(start, stop, dtype=np.int32))
                 state, report, times = step(keys, state, next(given))
                 new, trouble = _training.rows(report, start, times, data)
                 if trouble:
