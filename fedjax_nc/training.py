@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
