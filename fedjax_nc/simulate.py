@@ -250,6 +250,7 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
                 )
             return out
 
+        @functools.partial(jax.jit, inline=True)  # so that it is traced once for its shapes and for the loop
         def run_chunk(held: Tree, ids: Array, at: Array, rows: Array, slots: Array) -> tuple[Tree, Tree, Tree]:
             new, messages, info = _lanes_of(one)((ids, at), tree.take(held, rows))
             real = at < data.num_clients
