@@ -60,9 +60,10 @@ ROWS = (  # by priority
     Row('b', 'W1', options='--compare pytorch-graphs', seconds=180),
     Row('b', 'W1', options='--compare pytorch-compile', seconds=240),
     Row('b', 'W1', options='--compare pytorch-vmap', seconds=180),
-    *(Row('a', 'W3', 'native', n, '--rounds 2', 240) for n in ('1', '4', '7', '20')),
+    *(Row('a', 'W3', 'grouped', n, '--rounds 2', 240) for n in ('5', '1', '4')),  # the first is the default
+    *(Row('a', 'W3', 'native', n, '--rounds 2', 240) for n in ('1', '4', '7')),
     Row('a', 'W3', 'grouped', '7', '--rounds 2', 240),
-    Row('a', 'W3', 'patches', '4', '--rounds 2', 240),
+    *(Row('a', 'W3', form, n, '--rounds 2', 240) for form, n in (('patches', '4'), ('native', '20'))),
     Row('b', 'W3', options='--rounds 2 --compare pytorch pytorch-channels-last', seconds=300),
     Row('b', 'W3', options='--rounds 2 --compare pytorch-graphs', seconds=240),
     Row('c', 'W3', options='--rounds 2 --top 30', seconds=240),
@@ -172,7 +173,8 @@ def result(row: Row, args: argparse.Namespace, found: Path) -> dict[str, Any] | 
     """What a row has found, as far as it is worth keeping."""
     if row.part == 'd':
         summary = runner.summary(run_of(row, args), args.out)
-        return summary and {k: v for k, v in summary.items() if k != 'curve'}
+        whole = summary is not None and 'diverged' not in summary
+        return {k: v for k, v in summary.items() if k != 'curve'} if whole else None
     try:
         told = json.loads(found.read_text())
     except (OSError, ValueError):
@@ -239,7 +241,8 @@ def wanted(args: argparse.Namespace) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> str:
     args = arguments(argv)
-    args.out, args.data_dir = args.out.resolve(), args.data_dir and args.data_dir.resolve()
+    args.out = args.out.expanduser().resolve()
+    args.data_dir = args.data_dir and args.data_dir.expanduser().resolve()
     with contextlib.nullcontext() if args.table else _checkpoints.holding(args.out):
         known = read(args.out, args.tiny)
         if not args.table:

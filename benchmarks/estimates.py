@@ -69,7 +69,7 @@ def compiled(wanted: Wanted, keep: Path | None) -> dict[str, Any]:
         'lower_seconds': middle - start, 'compile_seconds': end - middle,
         'argument_bytes': memory.argument_size_in_bytes, 'temporary_bytes': memory.temp_size_in_bytes,
         'total_bytes': total, 'fits': total <= chip.memory, 'chip_bytes': chip.memory, 'assumed_speed': chip.speed,
-        'estimate_bytes': footprint.estimate(task, state, data, cohort=work.cohort, chunk=lanes).total,
+        'estimate_bytes': footprint.estimate(task, state, data, cohort=work.cohort, chunk=lanes, platform=kind).total,
         'steps': steps, 'padded_work': padded, 'commit': commit(), **reading(text, kind, steps, chip.speed),
     }  # fmt: skip
 

@@ -12,6 +12,7 @@ kernels are listed by their own names, too (not yet tried on one). CUDA graphs h
 XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off.
 """
 
+import argparse
 import collections
 import datetime
 import heapq
@@ -264,12 +265,16 @@ def markdown(result: dict[str, Any], top: int) -> str:
     return '\n'.join([*lines, '', f'{result["date"]}, {result["device"]}. {versions}.'])
 
 
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = rounds_per_second.Parser(prog='profile_round.py', description=__doc__)
     parser.add_argument(
         '--top', type=rounds_per_second.count, default=0, help='also print this many of the longest operations'
     )
-    args = rounds_per_second.arguments(argv, parser)
+    return rounds_per_second.arguments(argv, parser)
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    args = arguments(argv)
     if args.compare:
         raise ValueError('a profile has no peers: leave --compare to rounds_per_second.py')
     work = rounds_per_second.settle(args)

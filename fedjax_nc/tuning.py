@@ -89,7 +89,7 @@ def candidates(
     sizes: ArrayLike | None = None,
     precisions: Iterable[str | None] = (None,),
 ) -> list[Choice]:
-    """A few choices worth trying.
+    """A few choices worth trying, of which the first is the library's own.
 
     Args:
       clients: those of a cohort.
@@ -102,18 +102,20 @@ def candidates(
         none is tried unless it is named here.
 
     Returns:
-      Choices of forms and chunks; without convolutions, of chunks and rounds a call; of each precision.
+      Choices of forms and chunks; without convolutions, of chunks and rounds a call; of each precision. Those that come
+      to the same lanes `fastest` tries once.
 
     Raises:
       ValueError: for less than one client.
     """
     checks.whole('clients', clients)
     cpu = (platform or jax.default_backend()) == 'cpu'
-    lanes = sorted({min(n, clients) for n in ((1, 5, 8) if cpu else (1, 5, 20))})
+    usual = (1, 5, 8) if cpu else (1, 5, 20) if convolutions else (1, 20, 100)
+    lanes = [None, *sorted({min(n, clients) for n in usual})]
     forms: list[str | None] = [None]
     if convolutions:
         forms += ['sequential', 'patches'] if cpu else ['native', 'patches']
-        found = [Choice(form, n) for form, n in itertools.product(forms, lanes)]
+        found = [Choice(form, n) for form, n in itertools.product(forms, lanes) if n is not None or form is None]
     else:
         found = [Choice(None, n, None, r) for n, r in itertools.product(lanes, (1, 10))]
     if batch_size is not None and batch_size >= 16 and (sizes is None or (np.asarray(sizes) % batch_size).any()):
@@ -134,7 +136,8 @@ def fastest(
 ) -> Tuned:
     """Compiles a round for each of `choices`, times a part of it, and returns the fastest.
 
-    The first choice decides the part: clients take the first of their examples, twice as many each time, until a call
+    Of choices that come to the same, as a chunk that is the library's own, the first is tried. It decides the part:
+    clients take the first of their examples, twice as many each time, until a call
     takes long enough or a round is done whole. All choices then do as much, and half of it; the line through both
     gives the seconds of a whole round of that cohort, in which a chunk takes as long as its largest client.
 
@@ -150,11 +153,13 @@ def fastest(
       show: called with a line on each choice.
 
     Returns:
-      The fastest choice, and what came of each. Those that fail come last, with their problem.
+      The fastest choice, and what came of each. Those that fail come last, with their problem: a form that refuses the
+      model, or too little memory.
 
     Raises:
-      ValueError: without a choice, for one with an unknown form, or as `simulate.make_round`.
-      RuntimeError: if none of them runs.
+      ValueError: without a choice, for one with an unknown form, or as `simulate.make_round`; and what else was raised
+        first, if that kept all of them from running.
+      RuntimeError: if none of them runs on the device.
       OSError: before anything is timed, if the cache cannot be written.
     """
     choices = tuple(dict.fromkeys(choice._replace(tails=tuple(choice.tails)) for choice in choices))
@@ -166,26 +171,33 @@ def fastest(
         checks.whole('rounds_per_call', choice.rounds_per_call)
     checks.whole('repeats', repeats)
     checks.number('seconds', seconds, open_low=True)
+    choices = _distinct(build(choices[0]), data, choices, cohort)
     name = _key_of(build(Choice()), data, choices, cohort) if cache is not None else ''
     if cache is not None:
         if known := _remembered(Path(cache), name, choices):
             return known
         _writable(Path(cache))
     tried: list[Tried] = []
-    cap = None
+    cap, refused = None, None
     for choice in choices:
+        trial = None
         try:
             trial = Trial(build, data, choice, cohort)
             cap = cap or trial.part(seconds)
             best = min((t.seconds for t in tried), default=float('inf'))
             tried.append(Tried(choice, trial.seconds(cap, repeats, 2 * best), trial.compile_seconds))
+        except (jax.errors.JaxRuntimeError, MemoryError, NotImplementedError, ValueError, TypeError) as problem:
+            tried.append(Tried(choice, float('inf'), 0.0, ' '.join(str(problem).split())[:200] or repr(problem)))
+            if isinstance(problem, ValueError | TypeError):
+                refused = refused or problem.with_traceback(None)  # whose frames hold a trial
+        finally:
             del trial  # its state, before there is the next one
-        except (jax.errors.JaxRuntimeError, MemoryError, NotImplementedError) as problem:
-            tried.append(Tried(choice, float('inf'), 0.0, ' '.join(str(problem).split())[:200]))
         if show:
             show(_line(tried[-1]))
     ranked = tuple(sorted(tried, key=lambda t: t.seconds))  # stable: in doubt the first
     if ranked[0].problem:
+        if refused is not None:
+            raise refused
         raise RuntimeError(f'no choice runs here; the first one says: {tried[0].problem}')
     found = Tuned(ranked[0].choice, ranked)
     if cache is not None:
@@ -285,6 +297,19 @@ class Trial:
             return float(self.lanes * batch * epochs * longest.sum(axis=1).mean())
 
         return rows
+
+
+def _distinct(
+    algorithm: Algorithm, data: FederatedData, choices: tuple[Choice, ...], cohort: int | None
+) -> tuple[Choice, ...]:
+    """The first of those that come to the same form and lanes."""
+    server = jax.eval_shape(lambda: simulate.init(algorithm, checks.seeded(0), data)).server
+    members = cohort or data.num_clients
+    first: dict[Choice, Choice] = {}
+    for choice in choices:
+        lanes = min(choice.chunk, members) if choice.chunk else simulate.default_chunk(server, members)
+        first.setdefault(choice._replace(chunk=lanes), choice)
+    return tuple(first.values())
 
 
 def _key_of(algorithm: Algorithm, data: FederatedData, choices: tuple[Choice, ...], cohort: int | None) -> str:

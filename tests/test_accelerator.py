@@ -1,12 +1,15 @@
 """The measurements on accelerators: each row costs only itself, and whatever ends the script, the rest goes on."""
 
 import importlib
+import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -192,11 +195,14 @@ def test_commands_are_those_of_the_benchmarks(script, tmp_path):
     found = {name: {'state': 'done', 'result': {'seconds_per_round': s}} for name, s in ((slow, 2.0), (fast, 1.0))}
     options = script.command(compare, args, found, tmp_path)[2:]
     assert options[:6] == ['--workload', 'W1', '--conv', 'native', '--chunk', '20']
+    found |= {script.Row('a', 'W3', 'native', '4', '--rounds 2').name: found[fast]}
+    profile_round = importlib.import_module('profile_round')
     for row in script.ROWS:
         args.tiny = row.part != 'd'
-        if row.part != 'd' and row.form != script.BEST:
-            call = script.command(row, args, found, tmp_path)
-            script.rounds_per_second.settle(script.rounds_per_second.arguments(call[2:]))
+        if row.part != 'd':
+            name, *options = script.command(row, args, found, tmp_path)[1:]
+            parsed = {'rounds_per_second.py': script.rounds_per_second, 'profile_round.py': profile_round}
+            script.rounds_per_second.settle(parsed[Path(name).name].arguments(options))
     args.tiny = False
     table = script.command(next(row for row in script.ROWS if row.part == 'd'), args, found, tmp_path)
     assert table[3:9] == ['run', 'fedetf_1', '--scenes', script.SCENE, '--rows', 'FedETF']
@@ -218,6 +224,68 @@ def test_goals_are_told(script):
     assert '2026-01-01, Toy. jax 0, tf32 on; torch 0.' in told
     elsewhere = record | {'result': RESULT | {'device': 'Other'}}
     assert 'compare within a row only' in script.accelerator_table.markdown([record, elsewhere], [], 'x')
+
+
+def test_a_run_that_diverges_is_a_row_that_failed(script, tmp_path):
+    """What it leaves has no rounds and no versions, which the table shows of others."""
+    args = script.arguments(['--out', str(tmp_path), '--tiny'])
+    (tmp_path / 'tiny.toml').write_text(script.TINY_STUDY)
+    row = next(row for row in script.ROWS if row.part == 'd')
+    run = script.run_of(row, args)
+    folder = script.runner.where(run, tmp_path)
+    folder.mkdir(parents=True)
+    script.runner.diverged(run, tmp_path, ValueError('training diverged in round 3'))
+    assert script.runner.summary(run, tmp_path)  # it is done, and will not be run again
+    call = [sys.executable, '-c', 'import sys; print("FedETF: diverged", file=sys.stderr)']
+    record = script.measure(row, args, call, tmp_path / 'found', 60.0, True)
+    assert (record['state'], record['why']) == ('failed', 'FedETF: diverged')
+    assert '- d FedETF: failed, FedETF: diverged' in script.accelerator_table.markdown([record], [], 'x')
+
+
+LENT = (
+    'jax',
+    'jaxlib',
+    'flax',
+    'optax',
+    'chex',
+    'orbax-checkpoint',
+    'filelock',
+    'safetensors',
+    'tqdm',
+    'numpy',
+    'scipy',
+)
+"""What the machines have on which it is to run."""
+
+
+def test_it_needs_no_more_than_it_says(tmp_path):
+    """In a process that cannot import what else the project names."""
+    project = tomllib.loads((BENCHMARKS.parent / 'pyproject.toml').read_text())['project']
+    named = [*project['dependencies'], *(line for lines in project['optional-dependencies'].values() for line in lines)]
+    others = {re.split(r'[^\w.-]', line)[0] for line in named} - {*LENT, 'flatbuffers', 'fedjax_nc', 'mypy', 'pytest'}
+    tops = importlib.metadata.packages_distributions()
+    spelled = {name.lower().replace('_', '-') for name in others}
+    barred = [top for top, names in tops.items() if spelled & {name.lower().replace('_', '-') for name in names}]
+    assert {'tomli_w', 'tensorflow_datasets', 'matplotlib'} <= set(barred)
+    study = ['run', 'fedetf_1', '--rows', 'FedETF', '--seeds', '0', '--out', str(tmp_path), '--data-dir', 'nowhere']
+    for module, given in (
+        ('accelerator', ['--out', str(tmp_path), '--table']),
+        ('rounds_per_second', ['--help']),
+        ('profile_round', ['--help']),
+        ('fedjax_nc.experiments', study),
+    ):
+        program = (
+            f'import runpy, sys\nsys.modules |= dict.fromkeys({barred!r})\n'
+            f'sys.path.insert(0, {str(BENCHMARKS)!r})\n'
+            f'sys.argv[1:] = {given!r}\n'
+            f"runpy.run_module({module!r}, run_name='__main__')\n"
+        )
+        done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=False)
+        assert 'ModuleNotFoundError' not in done.stderr, done.stderr
+        if module == 'fedjax_nc.experiments':
+            assert 'cifar-10-binary.tar.gz' in done.stderr  # it wants the data, and no package
+        else:
+            assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

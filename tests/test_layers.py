@@ -1,11 +1,13 @@
 """Convolutions against XLA's, pooling against flax's, BatchNorm against PyTorch's formulas in NumPy."""
 
 import functools
+import platform
 import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 
@@ -245,9 +247,9 @@ def test_a_relu_of_a_sum_is_a_relu():
         (want, back), (got, mine) = jax.vjp(one(jax.nn.relu), x), jax.vjp(one(layers.relu_of_sum), x)
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(mine(g)[0], back(g)[0])
-    for platform, barriers in (('cuda', 1), ('tpu', 0), ('cpu', 0)):
+    for kind, barriers in (('cuda', 1), ('tpu', 0), ('cpu', 0)):
         step = jax.jit(jax.grad(lambda x: jnp.sum(layers.relu_of_sum(x) ** 2)))
-        text = step.trace(x).lower(lowering_platforms=(platform,)).as_text()
+        text = step.trace(x).lower(lowering_platforms=(kind,)).as_text()
         assert text.count('optimization_barrier') == barriers
 
 
@@ -257,8 +259,8 @@ def test_what_is_stored_is_what_it_was():
         got, back = jax.vjp(one(layers.stored), x)
         np.testing.assert_array_equal(got.view(jnp.int32), x.view(jnp.int32))
         np.testing.assert_array_equal(back(g)[0], g)
-    for platform, divisions in (('cpu', 1), ('cuda', 0), ('tpu', 0)):
-        text = jax.jit(layers.stored).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    for kind, divisions in (('cpu', 1), ('cuda', 0), ('tpu', 0)):
+        text = jax.jit(layers.stored).trace(x).lower(lowering_platforms=(kind,)).as_text()
         assert text.count('stablehlo.divide') == divisions
 
 
@@ -487,12 +489,30 @@ def test_onednn_is_used_only_where_it_was_checked(monkeypatch):
     assert not onednn.available(jnp.dtype('float16'))
 
 
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ('Linux', 'x86_64') or jaxlib.__version__ not in onednn.CHECKED,
+    reason='not checked with oneDNN',
+)
+def test_where_it_was_checked_it_is_used():
+    """All else that is tested of it is left out where it is not."""
+    assert onednn.available(jnp.dtype('float32'))
+    assert libdnnl.version() or libdnnl._library() is None  # without the extra
+
+
+@pytest.mark.parametrize('conv', FORMS)
+def test_without_jit_a_convolution_is_the_same(conv):
+    x, k = normal(0, 2, 6, 6, 16), normal(1, 3, 3, 16, 4)
+    with jax.disable_jit():
+        alone = conv(x, k, (1, 1), 'SAME', dimension_numbers=convolution.LAYOUT)
+    np.testing.assert_allclose(
+        alone, conv_native(x, k, (1, 1), 'SAME', dimension_numbers=convolution.LAYOUT), atol=1e-4
+    )
+
+
 def test_wrong_or_missing_onednn_is_noticed(monkeypatch):
     def refuse(*args, **how):
         raise NotImplementedError
 
-    # Not the other way round: versions that were not checked are not used, even where this one convolution is right.
-    assert onednn._right(jnp.dtype('float32')) or not onednn.available(jnp.dtype('float32'))
     for broken in (refuse, lambda *arrays_and_how: jnp.zeros((2, 3, 7, 16))):
         monkeypatch.setattr(onednn, 'call', broken)
         assert not onednn._right(jnp.dtype('float32'))

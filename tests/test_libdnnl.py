@@ -249,6 +249,17 @@ def test_few_channels_are_left_to_xla_without_it(monkeypatch):
     assert onednn.available(FLOAT)
 
 
+def test_empty_channels_are_left_to_xla():
+    """oneDNN makes nothing of them."""
+    for inputs, outputs in ((0, 4), (3, 0)):
+        x, k = jnp.zeros((2, 6, 6, inputs)), jnp.zeros((3, 3, inputs, outputs))
+        how = {'dimension_numbers': ('NHWC', 'HWIO', 'NHWC')}
+        y, back = jax.vjp(lambda x, k, how=how: conv_onednn(x, k, (1, 1), 'SAME', **how), x, k)
+        assert y.shape == (2, 6, 6, outputs)
+        assert not np.any(y)
+        assert [u.shape for u in back(y)] == [x.shape, k.shape]
+
+
 def test_threads_may_trace_the_first_model_together():
     """In a process of its own, which a function that was freed ends by a signal."""
     program = (
@@ -282,3 +293,20 @@ def test_a_program_that_runs_when_the_interpreter_ends_does_not_keep_it(held):
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.endswith('ValueError: a fault of the user\n')
+
+
+def test_nor_does_a_thread_that_goes_on_and_on():
+    program = (
+        'import threading, time, jax, jax.numpy as jnp\n'
+        'from fedjax_nc import models\n'
+        'x, kernel = jnp.ones((32, 32, 32, 16)), jnp.ones((3, 3, 16, 16))\n'
+        "how = {'dimension_numbers': ('NHWC', 'HWIO', 'NHWC')}\n"
+        "conv = jax.jit(lambda x, kernel: models.conv_onednn(x, kernel, (1, 1), 'SAME', **how) / 144)\n"
+        'def work(y):\n'
+        '    while True:\n'
+        '        y = jax.block_until_ready(conv(y, kernel))\n'
+        'threading.Thread(target=work, args=(conv(x, kernel),), daemon=True).start()\n'
+        'time.sleep(1)\n'
+    )
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

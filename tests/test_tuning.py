@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import models, tuning
+from fedjax_nc import models, simulate, tuning
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.experiments import command
 
@@ -111,7 +111,30 @@ def test_forms_reach_the_model():
     seen = []
     choices = [tuning.Choice(), tuning.Choice('patches')]
     tuning.fastest(lambda choice: seen.append(choice.convolution()) or build(choice), DATA, choices, seconds=0.01)
-    assert seen == [None, models.conv_patches]
+    assert seen[-2:] == [None, models.conv_patches]
+
+
+def test_a_form_that_refuses_the_model_costs_only_itself(monkeypatch):
+    real = tuning.Trial.__init__
+
+    def refuse(self, build, data, choice, cohort):
+        if choice.chunk != 4:
+            raise ValueError('this convolution has no rhs_dilation')
+        real(self, build, data, choice, cohort)
+
+    monkeypatch.setattr(tuning.Trial, '__init__', refuse)
+    found = tuning.fastest(build, DATA, CHOICES, seconds=0.01)
+    assert [t.problem for t in found.tried] == ['', *['this convolution has no rhs_dilation'] * 2]
+    assert found.choice.chunk == 4
+    with pytest.raises(ValueError, match='this convolution has no rhs_dilation'):  # not hidden in another
+        tuning.fastest(build, DATA, CHOICES[:1], seconds=0.01)
+
+
+def test_what_comes_to_the_same_is_tried_once():
+    several = [tuning.Choice(), tuning.Choice(chunk=len(SIZES)), tuning.Choice(chunk=99), tuning.Choice(chunk=2)]
+    assert simulate.default_chunk(build(several[0]).init(toys.KEY, DATA), len(SIZES)) == len(SIZES)
+    found = tuning.fastest(build, DATA, several, seconds=0.01)
+    assert {t.choice for t in found.tried} == {several[0], several[3]}
 
 
 def test_smaller_batches_are_extrapolated_by_examples_and_remembered(monkeypatch, tmp_path):
@@ -164,10 +187,10 @@ def test_candidates_are_few_and_fit_the_cohort():
         for clients in (1, 4, 20, 100):
             for convolutions in (True, False):
                 found = tuning.candidates(clients, convolutions, platform)
-                assert 1 <= len(found) <= 9
+                assert 1 <= len(found) <= 10
                 assert len(set(found)) == len(found)
-                assert found[0] == tuning.Choice(chunk=1)
-                assert all(choice.chunk <= clients for choice in found)
+                assert found[0] == tuning.Choice()  # which nobody is to lose by asking
+                assert all(choice.chunk is None or choice.chunk <= clients for choice in found)
                 more = tuning.candidates(clients, convolutions, platform, batch_size=128)
                 assert more == [*found, tuning.Choice(chunk=1, tails=(16, 32, 64))]
                 assert tuning.candidates(clients, convolutions, platform, batch_size=128, sizes=[256, 129]) == more

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import flax.linen as nn
 import numpy as np
-import tomli_w
 
 from fedjax_nc import _checkpoints, checks, data, models
 from fedjax_nc.data import images
@@ -129,8 +128,12 @@ class Plain:
         """
         path = Path(path)
         try:
-            toml = path.suffix == '.toml'
-            written = tomli_w.dumps(self.plain()) if toml else json.dumps(self.plain(), indent=2) + '\n'
+            if path.suffix == '.toml':
+                import tomli_w  # which nothing else needs
+
+                written = tomli_w.dumps(self.plain())
+            else:
+                written = json.dumps(self.plain(), indent=2) + '\n'
         except TypeError as error:
             raise ValueError(f'{path}: {error}; name it .json') from error
         _checkpoints.replace(path, written)

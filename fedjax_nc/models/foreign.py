@@ -56,16 +56,19 @@ def register(name: str, run: Callable[[tuple[int, ...], list[Any]], None]) -> No
 QUIET = 0.5
 """Seconds without a call after which a program is taken to have ended."""
 _called: dict[int, float] = {}  # thread -> when its last call ended; infinite while it lasts
+_ending = threading.Event()
 
 
 def _wait() -> None:
     """Waits for programs that run: when the interpreter has ended they cannot call it any more, and never end.
 
-    Those whose results are held can be waited for; of the others nothing is known but their calls.
+    Those whose results are held can be waited for; of the others nothing is known but their calls, the next of which is
+    refused: a thread that goes on and on would be waited for without end.
     """
     for array in jax.live_arrays('cpu'):
         with contextlib.suppress(RuntimeError):  # one that was donated, or whose program failed
             array.block_until_ready()
+    _ending.set()
     time.sleep(QUIET / 5)  # for one that has only begun
     while any(time.monotonic() - ended < QUIET for ended in list(_called.values())):
         time.sleep(QUIET / 20)
@@ -83,6 +86,8 @@ def _handler(run: Callable[[tuple[int, ...], list[Any]], None]) -> Any:
         elif frame.stage == EXECUTE:
             numbers = frame.attributes.each[0]
             places = [u.each[i].data for u in (frame.arguments, frame.results) for i in range(u.count)]
+            if _ending.is_set():
+                raise RuntimeError('the interpreter is ending')
             thread = threading.get_ident()
             _called[thread] = math.inf
             try:

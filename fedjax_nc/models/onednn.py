@@ -8,6 +8,7 @@ other machines, XLA computes the same.
 
 import functools
 import json
+import math
 import platform
 import warnings
 from collections.abc import Callable, Sequence
@@ -154,7 +155,8 @@ def agrees(both: Callable[[Any], list[tuple[Array, Array]]], arrays: Any) -> boo
 def _lowered(context: Any, *arrays: Any, library: Any, otherwise: Any, how: Any) -> Any:
     exported = context.module_context.lowering_parameters.for_export
     here = not exported and available(context.avals_in[0].dtype)
-    if here:
+    whole = all(math.prod(u.shape) for u in (*context.avals_in, *context.avals_out))  # of others oneDNN makes nothing
+    if here and whole:
         axes = context.module_context.axis_context
         devices = axes.mesh.size if hasattr(axes, 'mesh') else axes.num_devices  # inside and outside of shard_map
         chosen = functools.partial(library, devices=devices, **dict(how))
@@ -177,8 +179,13 @@ def _compiled(**chosen: Any) -> Any:
     return jax.jit(functools.partial(either_p.bind, **chosen))
 
 
+def _called_alone(*arrays: Array, **chosen: Any) -> Array:
+    with jax.disable_jit(False):  # where users debug without it, this would call itself without end
+        return _compiled(**chosen)(*arrays)
+
+
 either_p = Primitive('onednn_or_xla')
 either_p.def_abstract_eval(_shape)
-either_p.def_impl(lambda *arrays, **chosen: _compiled(**chosen)(*arrays))
+either_p.def_impl(_called_alone)
 mlir.register_lowering(either_p, mlir.lower_fun(_otherwise, multiple_results=False))
 mlir.register_lowering(either_p, _lowered, platform='cpu')
