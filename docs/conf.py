@@ -107,7 +107,13 @@ def _fields_as_they_stand(app: Any, what: str, name: str, obj: Any, options: Any
     lines[:] = [line for line in lines if not line.startswith('Create new instance of')]  # every NamedTuple's
 
 
+def _links_to_notebooks(app: Any, page: str, source: list[str]) -> None:
+    """In a clone they lead to the notebooks beside the examples, in the site to its own copies."""
+    source[0] = re.sub(r'\]\((?:\.\./)+examples/(\w+\.ipynb)\)', r'](/notebooks/\1)', source[0])
+
+
 def setup(app: Any) -> None:
+    app.connect('source-read', _links_to_notebooks)
     app.connect('autodoc-process-docstring', _formulas_as_they_stand, priority=400)  # napoleon has 500
     app.connect('autodoc-process-docstring', _fields_as_they_stand, priority=600)
 

@@ -191,6 +191,14 @@ def per_client(
 def _per_client(
     algorithm: Algorithm, state: State, data: FederatedData, allowed: Array | None, personal: bool, batch_size: int
 ) -> Array:
+    if personal:
+        own = jax.eval_shape(algorithm.init_client, jax.eval_shape(lambda: jax.random.key(0)), state.server)
+        if jax.tree.structure(own) != jax.tree.structure(state.clients):
+            raise ValueError(
+                'the clients of the state are of another algorithm: give the one that they are of, such as the stage '
+                'that has made them personal'
+            )
+
     def one(args: tuple[Array, Array, Array | None]) -> Array:
         i, client, known = args
 

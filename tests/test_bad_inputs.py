@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from fedjax_nc import (
     training,
 )  # fmt: skip
 from fedjax_nc.algorithms import fedavg, fedprox, finetune, latest, moon
-from fedjax_nc.data import federate
+from fedjax_nc.data import federate, load_npz
 from fedjax_nc.objective import objective
 
 FACTORIES = ('algorithm', 'calibrate', 'personalize', 'realign', 'adapt_features', 'alternate')
@@ -375,3 +376,23 @@ def test_labels_that_begin_with_1_are_told():
     with pytest.warns(UserWarning, match='6 classes, the first of them empty: subtract 1'):
         assert federate(SINGLE.x, np.arange(1, 6), [range(5)]).num_classes == 6
     assert federate(SINGLE.x, np.arange(1, 6), [range(5)], 6).num_classes == 6
+
+
+def test_labels_of_a_file_that_begin_with_1_are_told(tmp_path):
+    x, y = np.zeros((4, 2), np.float32), np.array([1, 2, 1, 2])
+    np.savez(tmp_path / 'own.npz', x_train=x, y_train=y, x_test=x, y_test=y)
+    with pytest.warns(UserWarning, match='3 classes, the first of them empty: subtract 1'):
+        assert load_npz(tmp_path / 'own.npz').num_classes == 3
+
+
+@pytest.mark.parametrize('dtype', [np.int32, np.float32, np.uint8])
+@pytest.mark.parametrize('host', [False, True])
+def test_pixels_that_nobody_scales_are_told(dtype, host):
+    pixels = np.arange(5 * 64).reshape(5, 8, 8, 1) % 256
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        for x in (pixels, pixels % 2, pixels.reshape(5, 64)):  # the others may be something else
+            federate(x.astype(dtype), np.arange(5), [range(5)], host=host)
+        federate((pixels / 255).astype(np.float32), np.arange(5), [range(5)], host=host)
+    assert len(told) == (dtype is not np.uint8)
+    assert all('`x` holds what look like pixels from 0 to 255' in str(w.message) for w in told)

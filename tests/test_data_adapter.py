@@ -146,7 +146,10 @@ def test_modules_that_are_taken(module):
         (models, 'must be an instance of a flax'),
         ([MLP()], 'must be an instance of a flax'),
         (Positional(), 'Positional.__call__ does not take mask by name'),
-        (Needs(), 'Needs.__call__ needs table, of which nothing is known'),
+        (
+            Needs(),
+            'needs table, of which nothing is known: if it says whether to train, call it train, training',
+        ),
         (NoCall(), 'NoCall has no `__call__`'),
     ],
 )
@@ -154,6 +157,17 @@ def test_modules_that_are_refused(module, message):
     with pytest.raises(ValueError, match=message) as info:
         from_flax(module)
     assert '\n' not in str(info.value)
+
+
+class Unlisted(nn.Module):
+    @nn.compact
+    def __call__(self, x, is_train=False):
+        return nn.Dropout(0.9, deterministic=not is_train)(x)
+
+
+def test_a_flag_that_nobody_changes_is_told():
+    with pytest.warns(UserWarning, match='Unlisted.__call__ has is_train=False, which nobody changes.*call it train,'):
+        from_flax(Unlisted())
 
 
 @pytest.mark.parametrize('preprocess', [3, 'scale', jnp.ones(3), (scale_images,)])

@@ -132,10 +132,9 @@ def prose(page):
 
 @pytest.mark.parametrize('page', PAGES, ids=named)
 def test_links_to_files_lead_somewhere(page):
-    """But to notebooks, which are brought beside the pages when the site is made."""
     for target in re.findall(r'\]\(([^)\s]+)\)', '\n'.join(prose(page))):
         path = target.split('#')[0]
-        if not path or '://' in path or path.startswith('mailto:') or path.endswith('.ipynb'):
+        if not path or '://' in path or path.startswith('mailto:'):
             continue
         assert (page.parent / path).exists(), f'{named(page)} links to {target}'
 

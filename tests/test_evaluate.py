@@ -19,6 +19,17 @@ def table_by_hand(logits, y):
     return table
 
 
+def test_personal_models_are_those_of_their_stage(data):
+    """The algorithm of the training before would predict by the generic model, and the stage of clients without any."""
+    training = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    own, trained = (simulate.init(algorithm, toys.KEY, data) for algorithm in (stage, training))
+    for algorithm, state in ((training, own), (stage, trained)):
+        with pytest.raises(ValueError, match='clients of the state are of another algorithm'):
+            evaluate.per_client(algorithm, state, data)
+    same = evaluate.per_client(training, own, data, personal=False)
+    np.testing.assert_array_equal(same, evaluate.per_client(stage, own, data, personal=False))
+
+
 def test_generic_counts_equal_numpy_for_any_batch_size(data):
     state = simulate.init(stage, toys.KEY, data)
     want = table_by_hand(stage.predict(state.server, None, data.x), np.asarray(data.y))
@@ -232,7 +243,7 @@ def test_a_state_of_another_algorithm_is_refused(data):
     with pytest.raises(ValueError, match=r'cannot predict from this state, .*KeyError'):
         evaluate.generic(framed, simulate.init(plain, toys.KEY, data), data.x, data.y, data.num_classes)
     with pytest.raises(ValueError, match=r'cannot predict from this state, .*AttributeError'):
-        evaluate.per_client(finetune.algorithm(toys.task, toys.opt), simulate.init(plain, toys.KEY, data), data)
+        evaluate.generic(plain, State((), ()), data.x, data.y, data.num_classes)
 
 
 def test_a_model_of_other_classes_is_refused(data):

@@ -154,7 +154,11 @@ def test_sizes_modes_and_formats(tmp_path, kept):
         ({'test': 0}, '`test` must lie in'),
         ({'test': 1.0}, '`test` must lie in'),
         ({'test': 'train'}, "another folder than 'train'"),
-        ({'test': 'none'}, r'no images in none/; if all lie in CLASS/, give the share'),
+        (
+            {'test': 'none'},
+            r"no images in none/, but in test, train; name the folder for testing, such as test='val', or",
+        ),
+        ({'test': 0.2}, r'has the folders test, train, which are parts of a data set and no classes: give the'),
         ({'test': 0.01}, '`test` 0.01 holds out nothing'),
         ({'seed': -1}, '`seed` must be'),
     ],

@@ -1,11 +1,13 @@
 """Clients that the data name: in `.npz` files, in parts of data sets, and as a partition of runs."""
 
+import shutil
+
 import numpy as np
 import pytest
 
 from fedjax_nc import data, experiments
 from fedjax_nc.data import load_npz
-from fedjax_nc.experiments import Setting, pipeline, scene, seeds
+from fedjax_nc.experiments import Setting, pipeline, runner, scene, seeds, study
 
 OWNERS = np.array([7, 3, 3, 5, 7, 3] * 10)
 
@@ -181,3 +183,40 @@ def test_a_run_on_a_folder_of_images(tmp_path):
     summary = experiments.run(setting, tmp_path / 'out', data_dir=tmp_path, progress=False)
     assert 0 <= summary['global_accuracy'] <= 1
     assert list(tmp_path.glob('photos-*.decoded'))
+
+
+@pytest.mark.parametrize('seeds_of_run', [[0], [0, 1]])
+def test_a_study_says_where_its_data_have_changed_since(tmp_path, capsys, seeds_of_run):
+    for folder, seed in (('a', 0), ('b', 1)):
+        (tmp_path / folder).mkdir()
+        saved(tmp_path / folder, x_train=np.random.default_rng(seed).normal(size=(60, 5)).astype(np.float32))
+    table = {
+        'title': 'Own', 'seeds': seeds_of_run, 'metrics': {'general': 'global_accuracy'},
+        'setting': {**SMALL, 'clients': 2, 'tests': 'common'}, 'methods': {'FedAvg': {'algorithm': 'fedavg'}},
+    }  # fmt: skip
+    own = study.Study.of(table, 'own')
+    for folder, told in (
+        ('a', 0),
+        ('a', 0),
+        ('b', len(seeds_of_run)),
+        ('c', 0),
+    ):  # of data that are gone nothing is known
+        runner.carry_out(own, tmp_path / 'out', data_dir=tmp_path / folder)
+        said = [
+            line for line in capsys.readouterr().err.splitlines() if 'its data have changed since it was run' in line
+        ]
+        assert len(said) == told
+        assert all(f'delete {tmp_path / "out"}' in line and line.endswith('to have it run again') for line in said)
+
+
+def test_the_digest_of_a_folder_is_that_of_its_copy(tmp_path):
+    setting = Setting(dataset='photos/')
+    assert scene.digest(setting, tmp_path) == ''
+    (tmp_path / 'photos' / 'cat').mkdir(parents=True)
+    (tmp_path / 'photos' / 'cat' / '0.png').write_bytes(b'1234')
+    first = scene.digest(setting, tmp_path)
+    shutil.copytree(tmp_path / 'photos', tmp_path / 'there' / 'photos')
+    assert scene.digest(setting, tmp_path / 'there') == first != ''
+    (tmp_path / 'photos' / 'cat' / '1.png').write_bytes(b'1234')
+    assert scene.digest(setting, tmp_path) != first
+    assert scene.digest(Setting(dataset='digits'), tmp_path) == ''

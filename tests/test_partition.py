@@ -208,6 +208,10 @@ def test_iid_and_natural():
 
     parts = partition.natural(['b', 'a', 'b', ('c', 1), 'a'])
     assert [rows.tolist() for rows in parts] == [[0, 2], [1, 4], [3]]
+    tests = partition.natural(
+        ['a', ('c', 1), 'b', 'x', 'b'], ['b', 'b', 'd', 'a']
+    )  # of the training clients, in their order
+    assert [rows.tolist() for rows in tests] == [[2, 4], [], [0]]
     parts = partition.natural(np.array([7, 7, -1, 7]))
     assert [rows.tolist() for rows in parts] == [[0, 1, 3], [2]]
 
@@ -342,6 +346,8 @@ def test_long_tail_of_unequal_classes_keeps_what_there_is():
         (lambda: partition.iid([], 1, seed=0), 'non-empty'),
         (lambda: partition.iid([0, 1], 3, seed=0), '3 clients cannot have 1'),
         (lambda: partition.natural([]), 'empty'),
+        (lambda: partition.natural(['a'], []), '`owners` is empty'),
+        (lambda: partition.natural(['a'], ['A', 'b']), 'no owner is among `ids`'),
         (lambda: partition.shards(BALANCED, 100, 3, seed=0), 'do not divide'),
         (lambda: partition.shards(BALANCED, 100, 0, seed=0), 'at least 1'),
         (lambda: partition.shards([0, 2, 2], 2, 1, seed=0), 'class 1 has no example'),

@@ -62,6 +62,12 @@ def federate(
         raise ValueError(f'a pool of {length} examples is beyond counting: it holds at most {2**31 - 1}.')
     labels = arguments.labels('`y`', y, classes=num_classes)
     x = _host_pool(x, len(labels)) if host else _pool(x, len(labels))
+    if x.ndim == 4 and x.shape[-1] in (1, 3) and x.dtype != np.uint8 and _looks_like_bytes(np.asarray(x[:100])):
+        warnings.warn(
+            f'`x` holds what look like pixels from 0 to 255 as {x.dtype}, which no model scales: make them uint8, or '
+            'divide floats by 255',
+            stacklevel=2,
+        )
     if num_classes is None:
         num_classes = int(labels.max()) + 1
         if labels.min() == 1:
@@ -81,6 +87,11 @@ def federate(
             raise ValueError(f'`width` is {width} and the longest client has {longest} examples.')
     kept = labels.astype(np.int32) if host else jnp.asarray(labels, jnp.int32)
     return _table(x, kept, labels, rows, num_classes, width)
+
+
+def _looks_like_bytes(x: np.ndarray) -> bool:
+    """Whether examples are whole numbers from 0 to 255 with values that are no small counts."""
+    return bool(x.size and x.min() >= 0 and 128 <= x.max() <= 255 and (x == np.round(x)).all())
 
 
 def split(data: FederatedData, fraction: float, *, seed: int) -> tuple[FederatedData, FederatedData]:

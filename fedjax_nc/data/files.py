@@ -1,6 +1,7 @@
 """Data sets from a user's own `.npz` files."""
 
 import os
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
             count = len(classes)
         else:
             count = int(arguments.labels('y_train', arrays['y_train']).max()) + 1
+            if arrays['y_train'].min() == 1:
+                warnings.warn(
+                    f'{path}: no label of y_train is 0 and they go to {count - 1}, so that there are {count} classes, '
+                    'the first of them empty: subtract 1 if they are numbered from 1',
+                    stacklevel=2,
+                )
             if (most := arguments.labels('y_test', arrays['y_test']).max()) >= count:
                 raise ValueError(f'y_test goes to {most} and y_train to {count - 1}')
         names = None if classes is None else tuple(classes.tolist())

@@ -142,18 +142,30 @@ def _load(
     return decoded.load(where, cache, name, containers.stamp(where), make, sides=sides, channels=channels, **how)
 
 
+SPLITS = {'train', 'training', 'test', 'testing', 'val', 'valid', 'validation', 'dev', 'eval'}
+"""Folders of such names alone are no classes."""
+
+
 def _by_class(files: containers.Container, test: str | float, seed: int) -> Layout:
     images = [name for name in files.files if pictures.named(name)]
     if not isinstance(test, str):
         classes, y = _classes(files.path, images, '')
+        if {name.lower() for name in classes} <= SPLITS:
+            raise ValueError(
+                f'{files.path} has the folders {", ".join(classes)}, which are parts of a data set and no classes: '
+                "give the name of the one for testing, such as test='val', beside train/"
+            )
         train, held = held_out(y, test, seed)
         names = np.array(images, object)
         return Layout(list(names[train]), y[train], list(names[held]), y[held], classes)
     splits = {split: [name for name in images if name.startswith(f'{split}/')] for split in ('train', test)}
     if empty := [split for split, names in splits.items() if not names]:
+        there = sorted({name.partition('/')[0] for name in images if '/' in name})
+        others = f', but in {", ".join(there[:5])}{", ..." if len(there) > 5 else ""}' if there else ''
         raise ValueError(
-            f'{files.path} has no images in {" or ".join(f"{split}/" for split in empty)}; '
-            'if all lie in CLASS/, give the share of them that is for testing, such as test=0.2'
+            f'{files.path} has no images in {" or ".join(f"{split}/" for split in empty)}{others}; name the folder for '
+            "testing, such as test='val', or if all lie in CLASS/, give the share of them that is for testing, such as "
+            'test=0.2'
         )
     (classes, y_train), (tested, y_test) = (_classes(files.path, names, f'{split}/') for split, names in splits.items())
     if other := sorted(set(classes) ^ set(tested)):

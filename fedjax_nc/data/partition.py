@@ -354,22 +354,45 @@ def iid(labels: ArrayLike, clients: int, *, seed: int) -> Parts:
     return np.array_split(np.random.default_rng(seed).permutation(len(labels)), clients)
 
 
-def natural(ids: Iterable[Hashable]) -> Parts:
+def natural(ids: Iterable[Hashable], owners: Iterable[Hashable] | None = None) -> Parts:
     """One client per distinct id: the writer, user or hospital that an example came from.
 
     Args:
         ids: [P] hashable values, one per example.
+        owners: ids of the clients, in whose order of appearance they are, as `ids` themselves by default. For tests it
+            is the ids of the training examples, so that each client is tested on its own.
 
     Returns:
-        A vector of row numbers, [n_k] intp ascending, per distinct value, in order of appearance.
+        A vector of row numbers, [n_k] intp ascending, per distinct owner; of an owner without rows an empty one, and
+        rows of nobody that is among the owners are left out.
 
     Raises:
-        ValueError: if there is none, or one that cannot tell clients apart, such as a list or NaN.
+        ValueError: if there is none, or one that cannot tell clients apart, such as a list or NaN; if no owner has a
+            row.
+
+    Example:
+        >>> from fedjax_nc import data
+        >>> train, test = ['b', 'a', 'b'], ['a', 'c', 'b', 'b']
+        >>> [rows.tolist() for rows in data.natural(train)]
+        [[0, 2], [1]]
+        >>> [rows.tolist() for rows in data.natural(test, train)]
+        [[2, 3], [0]]
     """
+    rows = _rows_of('ids', ids)
+    if owners is None:
+        return list(rows.values())
+    found = [rows.get(owner, np.zeros(0, np.intp)) for owner in _rows_of('owners', owners)]
+    if not any(map(len, found)):
+        raise ValueError('no owner is among `ids`: give ids of the same clients, spelled alike.')
+    return found
+
+
+def _rows_of(name: str, ids: Iterable[Hashable]) -> dict[Hashable, NDArray[np.intp]]:
+    """The rows of each id, in order of appearance."""
     if isinstance(ids, np.ndarray | jax.Array):
-        ids = arguments.array('`ids`', ids).tolist()
+        ids = arguments.array(f'`{name}`', ids).tolist()
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
-        raise ValueError(f'`ids` must be one client id per example; got {checks.shown(ids)}.')
+        raise ValueError(f'`{name}` must be one client id per example; got {checks.shown(ids)}.')
     rows: dict[Hashable, list[int]] = {}
     for row, client in enumerate(ids):
         try:
@@ -378,10 +401,10 @@ def natural(ids: Iterable[Hashable]) -> Parts:
         except TypeError:
             same = False
         if not same:
-            raise ValueError(f'`ids` must be hashable and not NaN; got {checks.shown(client)} in row {row}.')
+            raise ValueError(f'`{name}` must be hashable and not NaN; got {checks.shown(client)} in row {row}.')
     if not rows:
-        raise ValueError('`ids` is empty: give one client id per example.')
-    return [np.array(values, np.intp) for values in rows.values()]
+        raise ValueError(f'`{name}` is empty: give one client id per example.')
+    return {client: np.array(values, np.intp) for client, values in rows.items()}
 
 
 def long_tail(labels: ArrayLike, imbalance_factor: float, *, seed: int) -> NDArray[np.intp]:

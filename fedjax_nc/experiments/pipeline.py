@@ -20,7 +20,7 @@ from fedjax_nc import _checkpoints, plots, saving, training, tuning
 from fedjax_nc.base import Array, State, Tree
 from fedjax_nc.experiments import provenance, recipes, traffic
 from fedjax_nc.experiments.measures import Measures
-from fedjax_nc.experiments.scene import Scene, build, load
+from fedjax_nc.experiments.scene import Scene, build, digest, load
 from fedjax_nc.experiments.setting import DENSE, KEPT, Setting
 
 PAUSE = 10.0  # seconds between checkpoints, each of which takes about a tenth; rounds may take minutes
@@ -90,6 +90,7 @@ def run(
             (out / 'seconds.json').unlink(missing_ok=True)
         clock = Clock(out / 'seconds.json')
         with clock.part('data'):
+            record |= {'data': digest(setting, data_dir) or None}
             scene = load(setting, data_dir, host)
         with clock.part('tuning') if tune else contextlib.nullcontext():
             choice = chosen(setting, scene, out, chunk, tune, progress)

@@ -66,12 +66,8 @@ def carry_out(
     left = [run for run in distinct(study.runs) if summary(run, out) is None]
     told, missing, trouble = Teller(study, out, show), list[Run](), None
     for run in distinct(study.runs):
-        if run not in left and outdated(run, out):
-            told.of(
-                run,
-                f'the file of its method has changed since it was run: delete {where(run, out)} to have it run again, '
-                'by a program that is started anew',
-            )
+        if run not in left and (what := outdated(run, out, data_dir)):
+            told.of(run, f'{what} changed since it was run: delete {where(run, out)} to have it run again{AGAIN[what]}')
     for runs, error in refused(left, out, data_dir):  # before hours have been spent on others
         told.left_out(runs, error)
         missing, trouble = missing + runs, trouble or error
@@ -105,14 +101,26 @@ def carry_out(
     return missing
 
 
-def outdated(run: Run, out: str | Path) -> bool:
-    """Whether the file of a method of one's own is not what it was when the run was begun, as far as that is known."""
-    if not isinstance(run.setting, Setting):
-        return False
+AGAIN = {'the file of its method has': ', by a program that is started anew', 'its data have': ''}
+"""What of a run may have changed, and what else to mind then."""
+
+
+def outdated(run: Run, out: str | Path, data_dir: str | Path | None = None) -> str:
+    """What of one's own is not what it was when the run was begun, one of `AGAIN`; '' if nothing, as far as is known.
+
+    Of a method it is the file that is named, not those that it imports.
+    """
     path = where(run, out) / 'config.json'
-    before = pipeline.known(path).get('source') if path.exists() else None
-    now = provenance.source(run.setting.algorithm)
-    return bool(before and now and before != now)
+    if not isinstance(run.setting, Setting) or not path.exists():
+        return ''
+    before = pipeline.known(path)
+    for name, what, now in (
+        ('source', 'the file of its method has', provenance.source(run.setting.algorithm)),
+        ('data', 'its data have', scene.digest(run.setting, data_dir)),
+    ):
+        if before.get(name) and now and before[name] != now:
+            return what
+    return ''
 
 
 def refused(

@@ -1,5 +1,7 @@
 """From a setting to its data and its method."""
 
+import functools
+import hashlib
 import inspect
 import json
 from pathlib import Path
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedjax_nc import checks, data, local, models, simulate, tuning
 from fedjax_nc.base import FederatedData
-from fedjax_nc.data import hub, images
+from fedjax_nc.data import containers, hub, images
 from fedjax_nc.data.partition import Parts
 from fedjax_nc.experiments import recipes
 from fedjax_nc.experiments.setting import DENSE, FEATURES, LOADERS, MODELS, NATURAL, PARTITIONS, PIXELS, Setting
@@ -81,7 +83,7 @@ def load(setting: Setting, data_dir: str | Path | None = None, host: bool = Fals
             raise ValueError(
                 f"the test set of {setting.dataset} is nobody's: take tests 'split', 'matched' or 'common'"
             )
-        tests = data.federate(x, y, owned(dataset.clients_test, owners), dataset.num_classes, allow_empty=True)
+        tests = data.federate(x, y, data.natural(dataset.clients_test, owners), dataset.num_classes, allow_empty=True)
     else:
         clients, tests = data.split(clients, setting.test_share, seed=setting.seed)
     if not int(tests.size.sum()):
@@ -110,6 +112,31 @@ def found(setting: Setting, data_dir: str | Path | None = None) -> data.Dataset:
     return load(path, **setting.loading, **where)
 
 
+def digest(setting: Setting, data_dir: str | Path | None = None) -> str:
+    """Of a file of one's own what it holds, of a folder the names and sizes of its files; '' of others, or if gone."""
+    if setting.own is None:
+        return ''
+    path = Path(data_dir or '.') / setting.dataset
+    try:
+        return _digest(path.resolve(), containers.stamp(path))
+    except OSError:
+        return ''
+
+
+@functools.lru_cache(maxsize=8)
+def _digest(path: Path, stamp: str) -> str:
+    said = hashlib.blake2b(digest_size=8)
+    if path.is_dir():
+        for file in sorted(path.rglob('*')):
+            if file.is_file():
+                said.update(f'{file.relative_to(path)}\0{file.stat().st_size}\0'.encode(errors='surrogateescape'))
+        return said.hexdigest()
+    with path.open('rb') as content:
+        while piece := content.read(1 << 20):
+            said.update(piece)
+    return said.hexdigest()
+
+
 def drawn(dataset: data.Dataset, setting: Setting) -> tuple[NDArray[np.intp], Parts]:
     """The ids of a run's natural clients, ascending, and their rows.
 
@@ -122,13 +149,7 @@ def drawn(dataset: data.Dataset, setting: Setting) -> tuple[NDArray[np.intp], Pa
     if setting.clients > len(there):
         raise ValueError(f'{setting.dataset} has {len(there)} clients of its own, not {setting.clients}: lower clients')
     owners = np.sort(np.random.default_rng(setting.seed).permutation(there)[: setting.clients])
-    return owners, owned(dataset.clients_train, owners)
-
-
-def owned(ids: NDArray[np.int32], owners: NDArray[np.intp]) -> Parts:
-    """The rows of each owner."""
-    rows = dict(zip(dict.fromkeys(ids.tolist()), data.natural(ids), strict=True))  # both in order of appearance
-    return [rows.get(owner, np.zeros(0, np.intp)) for owner in owners.tolist()]
+    return owners, data.natural(dataset.clients_train, owners)
 
 
 def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None = None) -> recipes.Recipe:

@@ -23,7 +23,7 @@ from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
 from fedjax_nc.experiments import pipeline, provenance, recipes
 from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.pipeline import Clock
-from fedjax_nc.experiments.scene import Scene, build, load
+from fedjax_nc.experiments.scene import Scene, build, digest, load
 from fedjax_nc.experiments.setting import Setting
 
 SMALL = 1_000_000  # examples that a run visits
@@ -78,8 +78,9 @@ def run(
             if _checkpoints.Files(folder).begun():
                 raise ValueError(f'{folder} already holds a run: choose another directory')
         provenance.forget_peak()
-        source = provenance.running(first.algorithm)
+        about = {'source': provenance.running(first.algorithm)}
         with clock.part('data'):
+            about |= {'data': digest(first, data_dir)}
             alone = [load(setting, data_dir) for setting in settings]
             scenes = alike(alone)
         recipe = build(first, scenes[0][0])
@@ -93,7 +94,7 @@ def run(
         trained = train(recipe.train, measures, begun, lanes, clock, progress)
         found: list[dict[str, Any] | training.DivergedError] = []
         for measure, done, server, folder, scene in zip(measures, trained, servers, folders, alone, strict=True):
-            config = {**measure.setting.plain(), **({'source': source} if source else {})}
+            config = {**measure.setting.plain(), **{name: value for name, value in about.items() if value}}
             pipeline.write(folder / 'config.json', config)
             if isinstance(done, training.DivergedError):
                 found.append(done)

@@ -5,6 +5,8 @@ Others are in `adapter_nnx`, `adapter_equinox` and `adapter_haiku`, which need t
 
 import functools
 import inspect
+import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -185,7 +187,16 @@ def asked(function: Callable[..., Any], arguments: int = 1, known: Sequence[str]
         if could and p.kind is p.POSITIONAL_ONLY:
             raise ValueError(f'{_called(function)} does not take {name} by name: write it as (x, *, {name}=None)')
         if not could and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
-            raise ValueError(f'{_called(function)} needs {name}, of which nothing is known: give it a default')
+            raise ValueError(
+                f'{_called(function)} needs {name}, of which nothing is known: if it says whether to train, call it '
+                f'{", ".join(TRAINS)} or {EVALUATES[0]}, or else give it a default'
+            )
+        if not could and isinstance(p.default, bool) and re.search('train|eval|infer|determin', name):
+            warnings.warn(
+                f'{_called(function)} has {name}={p.default}, which nobody changes: if it says whether to train, '
+                f'call it {", ".join(TRAINS)} or {EVALUATES[0]}',
+                stacklevel=3,
+            )
     wanted = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         wanted |= {'mask', 'train'}
