@@ -150,12 +150,12 @@ def _by_class(files: containers.Container, test: str | float, seed: int) -> Layo
     images = [name for name in files.files if pictures.named(name)]
     if not isinstance(test, str):
         classes, y = _classes(files.path, images, '')
+        train, held = held_out(y, test, seed)
         if {name.lower() for name in classes} <= SPLITS:
             raise ValueError(
                 f'{files.path} has the folders {", ".join(classes)}, which are parts of a data set and no classes: '
                 "give the name of the one for testing, such as test='val', beside train/"
             )
-        train, held = held_out(y, test, seed)
         names = np.array(images, object)
         return Layout(list(names[train]), y[train], list(names[held]), y[held], classes)
     splits = {split: [name for name in images if name.startswith(f'{split}/')] for split in ('train', test)}
