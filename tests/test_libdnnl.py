@@ -125,7 +125,8 @@ def test_an_error_in_a_call_is_one_of_the_program(monkeypatch):
 
 
 INTERRUPTED = """
-import _thread, threading
+import _thread, signal, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells keep from what they start in the background
 import jax, numpy as np
 from fedjax_nc.models import conv_onednn, convolution
 x, k = (jax.random.normal(jax.random.key(0), shape) for shape in ((64, 32, 32, 16), (3, 3, 16, 16)))
