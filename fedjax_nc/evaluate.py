@@ -193,7 +193,8 @@ def _per_client(
 ) -> Array:
     if personal:
         own = jax.eval_shape(algorithm.init_client, jax.eval_shape(lambda: jax.random.key(0)), state.server)
-        if jax.tree.structure(own) != jax.tree.structure(state.clients):
+        made, given = (str(jax.tree.structure(clients)) for clients in (own, state.clients))
+        if made != given:
             raise ValueError(
                 'the clients of the state are of another algorithm: give the one that they are of, such as the stage '
                 'that has made them personal'
