@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import fedjax_nc
 from fedjax_nc import _checkpoints, _fingerprint, checks, models, simulate
-from fedjax_nc.base import Algorithm, FederatedData, State
+from fedjax_nc.base import Algorithm, FederatedData, State, Tree
 from fedjax_nc.models import libdnnl
 from fedjax_nc.models.convolution import ConvFn
 
@@ -136,10 +136,10 @@ def fastest(
 ) -> Tuned:
     """Compiles a round for each of `choices`, times a part of it, and returns the fastest.
 
-    Of choices that come to the same, as a chunk that is the library's own, the first is tried. It decides the part:
-    clients take the first of their examples, twice as many each time, until a call
-    takes long enough or a round is done whole. All choices then do as much, and half of it; the line through both
-    gives the seconds of a whole round of that cohort, in which a chunk takes as long as its largest client.
+    Of choices that come to the same, as a chunk that is the library's own, the first is tried. The first of all decides
+    the part: clients take the first of their examples, twice as many each time, until a call takes long enough or a
+    round is done whole. All choices then do as much, and half of it; the line through both gives the seconds of a whole
+    round of that cohort, in which a chunk takes as long as its largest client.
 
     Args:
       build: the algorithm of a choice: with its `convolution()` in the model and its `tails` in the plan.
@@ -171,8 +171,9 @@ def fastest(
         checks.whole('rounds_per_call', choice.rounds_per_call)
     checks.whole('repeats', repeats)
     checks.number('seconds', seconds, open_low=True)
-    choices = _distinct(build(choices[0]), data, choices, cohort)
-    name = _key_of(build(Choice()), data, choices, cohort) if cache is not None else ''
+    usual = build(Choice())
+    choices = _distinct(usual, data, choices, cohort)
+    name = _key_of(usual, data, choices, cohort) if cache is not None else ''
     if cache is not None:
         if known := _remembered(Path(cache), name, choices):
             return known
@@ -234,8 +235,7 @@ class Trial:
             rounds = simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=choice.chunk))
             self.step = simulate.compiled(rounds).lower(self.keys, self.state, data).compile()
         self.compile_seconds = time.perf_counter() - begin
-        members = cohort or data.num_clients
-        self.lanes = min(choice.chunk or simulate.default_chunk(self.state.server, members), members)
+        self.lanes = _lanes(choice, self.state.server, cohort or data.num_clients)
 
     def call(self, cap: int, repeats: int = 1) -> tuple[float, simulate.Report]:
         """Seconds a round if no client has more than `cap` examples, and the reports of the last call.
@@ -304,12 +304,15 @@ def _distinct(
 ) -> tuple[Choice, ...]:
     """The first of those that come to the same form and lanes."""
     server = jax.eval_shape(lambda: simulate.init(algorithm, checks.seeded(0), data)).server
-    members = cohort or data.num_clients
     first: dict[Choice, Choice] = {}
     for choice in choices:
-        lanes = min(choice.chunk, members) if choice.chunk else simulate.default_chunk(server, members)
-        first.setdefault(choice._replace(chunk=lanes), choice)
+        first.setdefault(choice._replace(chunk=_lanes(choice, server, cohort or data.num_clients)), choice)
     return tuple(first.values())
+
+
+def _lanes(choice: Choice, server: Tree, members: int) -> int:
+    """The lanes that a round of so many clients has."""
+    return min(choice.chunk or simulate.default_chunk(server, members), members)
 
 
 def _key_of(algorithm: Algorithm, data: FederatedData, choices: tuple[Choice, ...], cohort: int | None) -> str:

@@ -208,9 +208,7 @@ def test_iid_and_natural():
 
     parts = partition.natural(['b', 'a', 'b', ('c', 1), 'a'])
     assert [rows.tolist() for rows in parts] == [[0, 2], [1, 4], [3]]
-    tests = partition.natural(
-        ['a', ('c', 1), 'b', 'x', 'b'], ['b', 'b', 'd', 'a']
-    )  # of the training clients, in their order
+    tests = partition.natural(['a', ('c', 1), 'b', 'x', 'b'], ['b', 'b', 'd', 'a'])  # in the order of the second
     assert [rows.tolist() for rows in tests] == [[2, 4], [], [0]]
     parts = partition.natural(np.array([7, 7, -1, 7]))
     assert [rows.tolist() for rows in parts] == [[0, 1, 3], [2]]
@@ -347,7 +345,7 @@ def test_long_tail_of_unequal_classes_keeps_what_there_is():
         (lambda: partition.iid([0, 1], 3, seed=0), '3 clients cannot have 1'),
         (lambda: partition.natural([]), 'empty'),
         (lambda: partition.natural(['a'], []), '`owners` is empty'),
-        (lambda: partition.natural(['a'], ['A', 'b']), 'no owner is among `ids`'),
+        (lambda: partition.natural(['a'], ['A', 'b']), 'none of the owners has an example'),
         (lambda: partition.shards(BALANCED, 100, 3, seed=0), 'do not divide'),
         (lambda: partition.shards(BALANCED, 100, 0, seed=0), 'at least 1'),
         (lambda: partition.shards([0, 2, 2], 2, 1, seed=0), 'class 1 has no example'),

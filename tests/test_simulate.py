@@ -322,3 +322,18 @@ def test_keys_that_draw_by_lane_are_refused(data):
         jax.jit(simulate.make_round(algorithm))(jax.random.key(0, impl='rbg'), state, data)
     with pytest.raises(ValueError, match='key is of rbg'):
         simulate.join(algorithm, jax.random.key(0, impl='rbg'), state.server, 3)
+
+
+def test_a_round_traces_its_client_once(data):
+    """Small experiments spend more time in that than in rounds."""
+    seen = []
+
+    def client(*args):
+        seen.append(args)
+        return plain.client(*args)
+
+    plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    state = simulate.init(plain, toys.KEY, data)
+    for chunk in (1, 4):
+        simulate.compiled(simulate.make_round(plain._replace(client=client), chunk=chunk)).lower(toys.KEY, state, data)
+    assert len(seen) == 2

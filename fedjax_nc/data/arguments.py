@@ -1,5 +1,6 @@
 """Arguments of what runs once on the host, before training: unlike those of `checks`, they must be known."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,18 @@ def labels(name: str, y: Any, length: int | None = None, classes: int | None = N
         raise ValueError(f'{name} must be a non-empty vector of integers.')
     checks.labels(name, known, length, classes)
     return known.astype(np.intp)
+
+
+def classes_of(name: str, y: NDArray[np.integer], advice: str = '') -> int:
+    """How many classes labels are of, by the largest; warns the caller's caller where they seem to begin with 1."""
+    count = int(y.max()) + 1
+    if y.min() == 1:
+        warnings.warn(
+            f'no label of {name} is 0 and they go to {count - 1}, so that there are {count} classes, the first of them '
+            f'empty: subtract 1 if they are numbered from 1{advice}',
+            stacklevel=3,
+        )
+    return count
 
 
 def _known(name: str, value: Any) -> None:

@@ -1,6 +1,7 @@
 """Folders, .zip and .tar files alike: which files there are, and what they hold. Nothing is ever unpacked to disk."""
 
 import bz2
+import functools
 import gzip
 import hashlib
 import io
@@ -50,6 +51,20 @@ def stamp(path: Path) -> str:
     for name, about in files.items():
         said.update(f'{name}\0{about.st_size}\0{about.st_mtime_ns}\0'.encode(errors='surrogateescape'))
     return said.hexdigest()
+
+
+def digest(path: Path) -> str:
+    """Of what a file holds, and of a folder the names and sizes of its files: a copy has the same."""
+    return _digest(path.resolve(), stamp(path))
+
+
+@functools.lru_cache(maxsize=8)  # by its stamp, so that large files are read once
+def _digest(path: Path, stamp: str) -> str:
+    if path.is_dir():
+        said = ''.join(f'{name}\0{about.st_size}\0' for name, about in _walk(path).items())
+        return hashlib.blake2b(said.encode(errors='surrogateescape')).hexdigest()[:16]
+    with path.open('rb') as content:
+        return hashlib.file_digest(content, 'blake2b').hexdigest()[:16]
 
 
 def opened(path: Path) -> Container:

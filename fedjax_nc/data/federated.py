@@ -69,13 +69,7 @@ def federate(
             stacklevel=2,
         )
     if num_classes is None:
-        num_classes = int(labels.max()) + 1
-        if labels.min() == 1:
-            warnings.warn(
-                f'no label of `y` is 0 and they go to {num_classes - 1}, so that there are {num_classes} classes, the '
-                'first of them empty: subtract 1 if they are numbered from 1, or give num_classes',
-                stacklevel=2,
-            )
+        num_classes = arguments.classes_of('`y`', labels, ', or give num_classes')
     if isinstance(parts, ValuesView):
         parts = list(parts)
     arguments.several('`parts`', parts, 'one vector of rows per client')

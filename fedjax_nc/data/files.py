@@ -1,7 +1,6 @@
 """Data sets from a user's own `.npz` files."""
 
 import os
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,7 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
                 raise ValueError(f'classes must be a vector of names, not {classes.dtype} {classes.shape}')
             count = len(classes)
         else:
-            count = int(arguments.labels('y_train', arrays['y_train']).max()) + 1
-            if arrays['y_train'].min() == 1:
-                warnings.warn(
-                    f'{path}: no label of y_train is 0 and they go to {count - 1}, so that there are {count} classes, '
-                    'the first of them empty: subtract 1 if they are numbered from 1',
-                    stacklevel=2,
-                )
+            count = arguments.classes_of(f'y_train in {path}', arguments.labels('y_train', arrays['y_train']))
             if (most := arguments.labels('y_test', arrays['y_test']).max()) >= count:
                 raise ValueError(f'y_test goes to {most} and y_train to {count - 1}')
         names = None if classes is None else tuple(classes.tolist())

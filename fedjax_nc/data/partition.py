@@ -383,7 +383,7 @@ def natural(ids: Iterable[Hashable], owners: Iterable[Hashable] | None = None) -
         return list(rows.values())
     found = [rows.get(owner, np.zeros(0, np.intp)) for owner in _rows_of('owners', owners)]
     if not any(map(len, found)):
-        raise ValueError('no owner is among `ids`: give ids of the same clients, spelled alike.')
+        raise ValueError('none of the owners has an example among `ids`: give ids of the same clients, spelled alike.')
     return found
 
 

@@ -54,6 +54,11 @@ class Measures:
         here: Any = jnp.asarray if self.dataset.x_test.nbytes <= AT_ONCE else np.asarray
         self.x_test, self.y_test = here(self.dataset.x_test), here(self.dataset.y_test)
 
+    @functools.cached_property
+    def groups(self) -> Array:
+        """Of classes, many, medium or few."""
+        return evaluate.groups(jnp.sum(self.train.counts, axis=0))
+
     def begun(self) -> State:
         """The state before the first round."""
         train = self.train
@@ -90,8 +95,7 @@ class Measures:
         table = self.table(*self.delivered(state))
         seen = {'accuracy': evaluate.accuracy(table)}
         if self.setting.imbalance > 1:
-            groups = evaluate.groups(jnp.sum(self.train.counts, axis=0))
-            seen |= dict(zip(('many', 'medium', 'few'), evaluate.group_accuracy(table, groups), strict=True))
+            seen |= dict(zip(('many', 'medium', 'few'), evaluate.group_accuracy(table, self.groups), strict=True))
         if self.recipe.refines:
             seen['accuracy_trained'] = evaluate.accuracy(self.table(self.recipe.train, state))
         for name, view in self.recipe.views.items():

@@ -67,7 +67,11 @@ def carry_out(
     told, missing, trouble = Teller(study, out, show), list[Run](), None
     for run in distinct(study.runs):
         if run not in left and (what := outdated(run, out, data_dir)):
-            told.of(run, f'{what} changed since it was run: delete {where(run, out)} to have it run again{AGAIN[what]}')
+            told.of(
+                run,
+                f'{what} changed since it was run: delete {where(run, out)} to have it run again, by a program that is '
+                'started anew',
+            )
     for runs, error in refused(left, out, data_dir):  # before hours have been spent on others
         told.left_out(runs, error)
         missing, trouble = missing + runs, trouble or error
@@ -101,12 +105,8 @@ def carry_out(
     return missing
 
 
-AGAIN = {'the file of its method has': ', by a program that is started anew', 'its data have': ''}
-"""What of a run may have changed, and what else to mind then."""
-
-
 def outdated(run: Run, out: str | Path, data_dir: str | Path | None = None) -> str:
-    """What of one's own is not what it was when the run was begun, one of `AGAIN`; '' if nothing, as far as is known.
+    """What of one's own has changed since the run was begun, for a sentence; '' if nothing, as far as is known.
 
     Of a method it is the file that is named, not those that it imports.
     """

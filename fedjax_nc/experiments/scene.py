@@ -1,7 +1,5 @@
 """From a setting to its data and its method."""
 
-import functools
-import hashlib
 import inspect
 import json
 from pathlib import Path
@@ -113,28 +111,13 @@ def found(setting: Setting, data_dir: str | Path | None = None) -> data.Dataset:
 
 
 def digest(setting: Setting, data_dir: str | Path | None = None) -> str:
-    """Of a file of one's own what it holds, of a folder the names and sizes of its files; '' of others, or if gone."""
+    """That of a file or folder of one's own; '' of other data, and of what cannot be read."""
     if setting.own is None:
         return ''
-    path = Path(data_dir or '.') / setting.dataset
     try:
-        return _digest(path.resolve(), containers.stamp(path))
-    except OSError:
+        return containers.digest(Path(data_dir or '.') / setting.dataset)
+    except (OSError, ValueError):
         return ''
-
-
-@functools.lru_cache(maxsize=8)
-def _digest(path: Path, stamp: str) -> str:
-    said = hashlib.blake2b(digest_size=8)
-    if path.is_dir():
-        for file in sorted(path.rglob('*')):
-            if file.is_file():
-                said.update(f'{file.relative_to(path)}\0{file.stat().st_size}\0'.encode(errors='surrogateescape'))
-        return said.hexdigest()
-    with path.open('rb') as content:
-        while piece := content.read(1 << 20):
-            said.update(piece)
-    return said.hexdigest()
 
 
 def drawn(dataset: data.Dataset, setting: Setting) -> tuple[NDArray[np.intp], Parts]:

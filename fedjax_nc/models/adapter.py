@@ -191,7 +191,7 @@ def asked(function: Callable[..., Any], arguments: int = 1, known: Sequence[str]
                 f'{_called(function)} needs {name}, of which nothing is known: if it says whether to train, call it '
                 f'{", ".join(TRAINS)} or {EVALUATES[0]}, or else give it a default'
             )
-        if not could and isinstance(p.default, bool) and re.search('train|eval|infer|determin', name):
+        if not could and isinstance(p.default, bool) and re.search('(^|_)(train|eval|infer|determin)', name):
             warnings.warn(
                 f'{_called(function)} has {name}={p.default}, which nobody changes: if it says whether to train, '
                 f'call it {", ".join(TRAINS)} or {EVALUATES[0]}',

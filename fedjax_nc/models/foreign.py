@@ -84,10 +84,10 @@ def _handler(run: Callable[[tuple[int, ...], list[Any]], None]) -> Any:
             version = frame.extension.metadata.version
             version.major, version.minor = 0, 3
         elif frame.stage == EXECUTE:
-            numbers = frame.attributes.each[0]
-            places = [u.each[i].data for u in (frame.arguments, frame.results) for i in range(u.count)]
             if _ending.is_set():
                 raise RuntimeError('the interpreter is ending')
+            numbers = frame.attributes.each[0]
+            places = [u.each[i].data for u in (frame.arguments, frame.results) for i in range(u.count)]
             thread = threading.get_ident()
             _called[thread] = math.inf
             try:
