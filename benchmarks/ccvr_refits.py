@@ -23,7 +23,8 @@ from fedjax_nc.base import State
 from fedjax_nc.data import images
 from fedjax_nc.experiments import pipeline, provenance, scene
 from fedjax_nc.experiments.measures import Measures
-from fedjax_nc.experiments.setting import MODELS, PIXELS, Setting
+from fedjax_nc.experiments.networks import MODELS
+from fedjax_nc.experiments.setting import PIXELS, Setting
 from fedjax_nc.local import Plan
 from fedjax_nc.objective import objective
 

@@ -10,7 +10,8 @@ import pytest
 
 from fedjax_nc.data import sources
 from fedjax_nc.experiments import pipeline, study
-from fedjax_nc.experiments.setting import MODELS, Setting
+from fedjax_nc.experiments.networks import MODELS
+from fedjax_nc.experiments.setting import Setting
 
 NAN = math.nan
 TABLES = [

@@ -3,7 +3,7 @@ here; the floors below are functions without any.
 
 - setting: what tells one run from another, read from JSON or TOML and written as either
 - parts: heads, losses, server optimizers and frames by name
-- recipes: methods by name, and how one's own has one
+- recipes, networks: methods and models by name; own: how those of users have one
 - scene: from a setting to its data and its method
 - measures: what is measured of a run
 - pipeline: a run from its data to its summary

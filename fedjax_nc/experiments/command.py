@@ -17,12 +17,11 @@ import jax
 from jax.sharding import Mesh
 
 from fedjax_nc import data, devices, training, watch
-from fedjax_nc.experiments import pipeline, recipes
+from fedjax_nc.experiments import networks, pipeline, recipes
 from fedjax_nc.experiments.setting import (
     DATASETS,
     FEATURES,
     LOADERS,
-    MODELS,
     NATURAL,
     PARTITIONS,
     TESTS,
@@ -94,7 +93,11 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     )
     parser.add_argument('--server-lr', type=positive, help="by default the server optimizer's own, 1 for sgd")
     parser.add_argument('--weigh', choices=['examples', 'alike'], help='how clients count; by default as published')
-    parser.add_argument('--model', choices=list(MODELS), help='by default resnet20, and mlp for digits')
+    parser.add_argument(
+        '--model',
+        help=f'{", ".join(networks.MODELS)}; or MODULE:ATTRIBUTE of your own; by default resnet20, and mlp '
+        'for digits and tables',
+    )
     parser.add_argument('--norm', choices=['batch', 'group'], help='of ResNets and MobileNet')
     parser.add_argument('--crop', type=number(int, 0), help='pixels by which training images are cropped at random')
     parser.add_argument('--flip', action='store_true', default=None, help='mirror training images at random')

@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 
 from fedjax_nc import _checkpoints, plots, saving, training, tuning
 from fedjax_nc.base import Array, State, Tree
-from fedjax_nc.experiments import provenance, recipes, traffic
+from fedjax_nc.experiments import networks, provenance, recipes, traffic
 from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.scene import Scene, build, digest, load
-from fedjax_nc.experiments.setting import DENSE, KEPT, Setting
+from fedjax_nc.experiments.setting import KEPT, Setting
 
 PAUSE = 10.0  # seconds between checkpoints, each of which takes about a tenth; rounds may take minutes
 FREE = ('rounds', 'eval_every')  # what may differ when a run is resumed
@@ -82,7 +82,7 @@ def run(
     if tune and host:
         raise ValueError('what is tuned has its examples on the device: tune without host')
     provenance.commit()  # that of the code which runs, whatever is changed meanwhile
-    record = {**(record or {}), 'source': provenance.running(setting.algorithm) or None}
+    record = {**(record or {}), **sources(setting)}
     with _checkpoints.holding(out):
         settle(setting, out, resume)
         provenance.forget_peak()
@@ -125,6 +125,12 @@ def run(
         return conclude(measure, done, first, clock, config, out)
 
 
+def sources(setting: Setting) -> dict[str, str]:
+    """Digests of what runs of a user's own, for `config.json`: of the files of its method and its model."""
+    found = {'source': setting.algorithm, 'model_source': setting.model}
+    return {name: digest for name, own in found.items() if (digest := provenance.running(own))}
+
+
 def import_ahead() -> None:
     """Imports beside the compiler what a run needs later: for short ones a tenth of their time."""
 
@@ -148,8 +154,8 @@ def chosen(setting: Setting, scene: Scene, out: Path, chunk: int | None, tune: b
     if not tune:
         return tuning.Choice(chunk=chunk)
     choices = tuning.candidates(
-        setting.cohort or setting.clients, convolutions=setting.model not in DENSE, batch_size=setting.batch_size,
-        sizes=scene[1].size,
+        setting.cohort or setting.clients, convolutions=networks.convolutional(setting.model),
+        batch_size=setting.batch_size, sizes=scene[1].size,
     )  # fmt: skip
     if chunk is not None:
         choices = [choice._replace(chunk=chunk) for choice in choices]

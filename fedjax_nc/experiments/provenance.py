@@ -49,21 +49,21 @@ def commit() -> str:
     return revision(Path(fedjax_nc.__file__).parent)
 
 
-def running(algorithm: str) -> str:
-    """What `source` was when the method's module was imported, or at least when this was first asked after that."""
-    module = sys.modules.get(algorithm.partition(':')[0])
-    return _running(algorithm, id(getattr(module, '__spec__', None)))
+def running(name: str) -> str:
+    """What `source` was when its module was imported, or at least when this was first asked after that."""
+    module = sys.modules.get(name.partition(':')[0])
+    return _running(name, id(getattr(module, '__spec__', None)))
 
 
 @functools.cache
-def _running(algorithm: str, spec: int) -> str:
+def _running(name: str, spec: int) -> str:
     """By the identity of the module's specification, too, which another import renews."""
-    return source(algorithm)
+    return source(name)
 
 
-def source(algorithm: str) -> str:
-    """A digest of the file of a method of one's own, whose name is 'package.module:attribute'; '' for other names."""
-    module, own, _ = algorithm.partition(':')
+def source(name: str) -> str:
+    """A digest of the file of what is a user's own and called 'package.module:attribute'; '' for other names."""
+    module, own, _ = name.partition(':')
     if not own:
         return ''
     try:

@@ -9,8 +9,6 @@ make the `Recipe` of a `Setup`; their docstrings say what they add to the factor
 """
 
 import functools
-import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,7 +20,7 @@ from fedjax_nc import algorithms as alg
 from fedjax_nc import checks, frames, losses
 from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State
 from fedjax_nc.data import federate
-from fedjax_nc.experiments import provenance
+from fedjax_nc.experiments import own
 from fedjax_nc.experiments.parts import FRAMES as FRAMES
 from fedjax_nc.experiments.parts import HEADS as HEADS
 from fedjax_nc.experiments.parts import LEARNED as LEARNED
@@ -163,20 +161,12 @@ def shared(factory: Callable[..., Algorithm], **kwargs: Any) -> Callable[[Setup]
     """
 
     def made(s: Setup) -> Recipe:
-        names, several = _takes(factory)
+        names, several = own.takes(factory)
         left_out = set() if several else {'server_opt', 'aggregate', 'aggregate_stats'} - {*names, *s.options}
         given = {name: value for name, value in {**kwargs, **s.common}.items() if name not in left_out}
         return trained(factory, s.task, s.client_opt, **given)._replace(personalize=s.finetune())
 
     return made
-
-
-def _takes(factory: Any) -> tuple[set[str], bool]:
-    """The names of a function's arguments, and whether it takes others, too."""
-    if not callable(factory) or isinstance(factory, type):
-        return set(), False
-    known = inspect.signature(factory).parameters
-    return set(known), any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
 
 def private(factory: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
@@ -488,25 +478,16 @@ def named(name: str) -> Method:
         raise ValueError(f"algorithm must be one of {possible}, or 'module:factory', not {checks.shown(name)}")
     if name in RECIPES:
         return RECIPES[name]
-    module, _, attribute = name.partition(':')
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:  # whatever a module raises as it is imported
-        advice = ': is its folder in PYTHONPATH?' if isinstance(error, ModuleNotFoundError) else ''
-        said = ' '.join(f'{type(error).__name__}: {error}'.split())
-        raise ValueError(f'algorithm {name}: {said}{advice}') from error
-    provenance.running(name)  # before the file changes
-    if not hasattr(found, attribute):
-        raise ValueError(f'algorithm {name}: the module {module} has no {checks.shown(attribute)}')
-    made = getattr(found, attribute)
+    made = own.attribute('algorithm', name)
     if isinstance(made, Method):
         return made
-    names, several = _takes(made)
+    factory = callable(made) and not isinstance(made, type)
+    names, several = own.takes(made) if factory else (set(), False)
     if not several and 'plan' not in names:
         raise ValueError(
             f'algorithm {name} must be a recipes.Method, or a factory (task, client_opt, *, plan, ...) -> Algorithm, '
             f'not {checks.shown(made)}'
         )
-
+    module, _, attribute = name.partition(':')
     label = module.rpartition('.')[2] if attribute == 'algorithm' else attribute
     return Method(label, shared(made), server=several or 'server_opt' in names)

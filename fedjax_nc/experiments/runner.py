@@ -116,6 +116,7 @@ def outdated(run: Run, out: str | Path, data_dir: str | Path | None = None) -> s
     before = pipeline.known(path)
     for name, what, now in (
         ('source', 'the file of its method has', provenance.source(run.setting.algorithm)),
+        ('model_source', 'the file of its model has', provenance.source(run.setting.model)),
         ('data', 'its data have', scene.digest(run.setting, data_dir)),
     ):
         if before.get(name) and now and before[name] != now:

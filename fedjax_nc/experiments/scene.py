@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from fedjax_nc import checks, data, local, models, simulate, tuning
+from fedjax_nc import checks, data, local, simulate, tuning
 from fedjax_nc.base import FederatedData
 from fedjax_nc.data import containers, hub, images
 from fedjax_nc.data.partition import Parts
-from fedjax_nc.experiments import recipes
-from fedjax_nc.experiments.setting import DENSE, FEATURES, LOADERS, MODELS, NATURAL, PARTITIONS, PIXELS, Setting
+from fedjax_nc.experiments import networks, recipes
+from fedjax_nc.experiments.setting import FEATURES, LOADERS, NATURAL, PARTITIONS, PIXELS, Setting
 
 ETF: dict[str, dict[str, Any]] = {
     'cnn': {'dim': 64, 'scale': 10.0}
@@ -141,12 +140,7 @@ def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None 
     Raises:
       ValueError: for a head, loss, server optimizer or option that the method does not have.
     """
-    norm = {'norm': setting.norm} if setting.model.startswith(('resnet', 'mobilenet')) else {}
-    choice = choice or tuning.Choice()
-    conv = choice.convolution()
-    form = {} if conv is None or setting.model in DENSE else {'conv': conv}
-    module = MODELS[setting.model](dtype=jnp.dtype(setting.precision), **norm, **form)
-    augment = None
+    choice, augment = choice or tuning.Choice(), None
     if setting.crop or setting.flip or setting.pixels != 'half':
         look = PIXELS[setting.pixels]
         augment = images.pipeline(*look, crop=setting.crop, flip=setting.flip, crop_mode=setting.crop_mode)
@@ -161,8 +155,11 @@ def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None 
     compares = setting.algorithm in ('moon', 'fedmmd') or options.get('base') == 'moon'
     if augment is not None and compares:
         options, augment = {**options, 'preprocess': augment}, None  # all models that are compared see the same pixels
+    model = networks.build(
+        setting.model, norm=setting.norm, precision=setting.precision, conv=choice.convolution(), preprocess=augment
+    )
     return recipes.named(setting.algorithm)(
-        models.from_flax(module, augment),
+        model,
         local.sgd(setting.lr, setting.momentum, setting.weight_decay, setting.lr_decay, setting.clip or None),
         local.Plan(setting.batch_size, setting.local_epochs, choice.tails),
         head=setting.head, loss=setting.loss, server_opt=server_opt,

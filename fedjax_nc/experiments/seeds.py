@@ -78,7 +78,7 @@ def run(
             if _checkpoints.Files(folder).begun():
                 raise ValueError(f'{folder} already holds a run: choose another directory')
         provenance.forget_peak()
-        about = {'source': provenance.running(first.algorithm)}
+        about = pipeline.sources(first)
         with clock.part('data'):
             about |= {'data': digest(first, data_dir)}
             alone = [load(setting, data_dir) for setting in settings]

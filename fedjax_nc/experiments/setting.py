@@ -1,7 +1,6 @@
 """A run as plain data: everything that its results depend on, and nothing else."""
 
 import dataclasses
-import functools
 import hashlib
 import inspect
 import json
@@ -11,13 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import flax.linen as nn
 import numpy as np
 
-from fedjax_nc import _checkpoints, checks, data, models
+from fedjax_nc import _checkpoints, checks, data
 from fedjax_nc.data import images
 from fedjax_nc.data.partition import Parts
-from fedjax_nc.experiments import recipes
+from fedjax_nc.experiments import networks, recipes
 
 DATASETS = data.sources.NAMES
 LOADERS: dict[str, Callable[..., data.Dataset]] = {
@@ -27,23 +25,6 @@ LOADERS: dict[str, Callable[..., data.Dataset]] = {
     '/': data.load_folder,
 }
 """What loads a file or folder of a user's own, by the end of its name."""
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    'mlp': models.MLP,
-    'mlpnet': functools.partial(models.MLP, (1024, 1024, 128)),
-    'cnn': models.CNN,
-    'cnn_mcmahan': models.McMahanCNN,
-    'conv2cifar': models.Conv2Cifar,
-    'moon_cnn': models.MoonCNN,
-    'vgg11': models.VGG11,
-    'mobilenet': models.MobileNetV2,
-    'resnet20': models.ResNet20,
-    'resnet18': models.ResNet18,
-    'resnet18_fednh': functools.partial(models.ResNet18, norm_blocks=False),
-    'resnet34': models.ResNet34,
-    'resnet50': models.ResNet50,
-}
-DENSE = ('mlp', 'mlpnet')
-"""Models without a convolution."""
 PARTITIONS: dict[str, Callable[[np.ndarray, 'Setting'], Parts]] = {
     'dirichlet': lambda y, s: data.dirichlet(y, s.clients, s.alpha, seed=s.seed),
     'dirichlet_capped': lambda y, s: data.dirichlet_capped(y, s.clients, s.alpha, seed=s.seed),
@@ -192,7 +173,8 @@ class Setting(Plain):
     test_share: float = 0.3  #: Of each client's examples, with 'split'.
     #: 'mlp', 'cnn', 'cnn_mcmahan', 'conv2cifar', 'moon_cnn', 'vgg11', 'mobilenet', 'resnet18', 'resnet20', 'resnet34'
     #: or 'resnet50', networks of `models`; 'mlpnet', the widths of GMV's Table 6, and 'resnet18_fednh', which has no
-    #: norms within blocks. By default 'resnet20', and 'mlp' for digits and tables.
+    #: norms within blocks; or `'module:attribute'` of one's own, see `networks.named`. By default 'resnet20', and 'mlp'
+    #: for digits and tables.
     model: str = None  # type: ignore[assignment]
     norm: str = 'batch'  #: Or 'group'; of ResNets and MobileNet.
     precision: str = 'float32'  #: Or 'bfloat16'; of the model's computations.
@@ -244,7 +226,6 @@ class Setting(Plain):
         names = {
             'partition': (None, *PARTITIONS, NATURAL),
             'tests': (None, *TESTS),
-            'model': (None, *MODELS),
             'norm': ('batch', 'group'),
             'precision': ('float32', 'bfloat16'),
             'pixels': tuple(PIXELS),
@@ -272,6 +253,8 @@ class Setting(Plain):
                 raise ValueError(f'{name} must be one of {possible}, not {checks.shown(value)}')
         checks.number('imbalance', self.imbalance, 1)
         method = recipes.named(self.algorithm)
+        if self.model is not None:
+            networks.named(self.model)
         natural = self.dataset == 'femnist' and self.partition in (None, NATURAL)
         resolved = {
             'model': 'mlp' if kind in ('.csv', '.parquet') else MODEL.get(self.dataset, 'resnet20'),

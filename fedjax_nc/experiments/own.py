@@ -1,0 +1,51 @@
+"""What users have written themselves, by where Python imports it from: 'package.module:attribute'."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from fedjax_nc import checks
+from fedjax_nc.experiments import provenance
+
+
+def attribute(what: str, name: str) -> Any:
+    """What a name stands for.
+
+    Args:
+      what: what it is to be, for messages.
+      name: 'package.module:attribute', of a module that can be imported.
+
+    Returns:
+      The attribute of the module.
+
+    Raises:
+      ValueError: for a module that cannot be imported or has no such attribute.
+    """
+    module, _, attribute = name.partition(':')
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever a module raises as it is imported
+        advice = ': is its folder in PYTHONPATH?' if isinstance(error, ModuleNotFoundError) else ''
+        said = ' '.join(f'{type(error).__name__}: {error}'.split())
+        raise ValueError(f'{what} {name}: {said}{advice}') from error
+    provenance.running(name)  # before the file changes
+    if not hasattr(found, attribute):
+        raise ValueError(f'{what} {name}: the module {module} has no {checks.shown(attribute)}')
+    return getattr(found, attribute)
+
+
+def takes(function: Callable[..., Any]) -> tuple[set[str], bool]:
+    """The names of a function's arguments, and whether it takes others, too.
+
+    Args:
+      function: or a class.
+
+    Returns:
+      No names of what does not tell any, such as a function of a compiled module.
+    """
+    try:
+        known = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return set(), False
+    return set(known), any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
