@@ -1,4 +1,4 @@
-"""Where two trees differ, or one is broken, in words: what the clauses of `testing` say."""
+"""Where two trees differ, or one is broken, in words: what refusals and the clauses of `testing` say."""
 
 from typing import Any
 
@@ -25,11 +25,23 @@ def described(u: Any) -> str:
 
 def restructured(a: Tree, b: Tree) -> str:
     """The structures of two trees where they differ."""
-    one, other = (str(jax.tree.structure(u)) for u in (a, b))
+    one, other = (str(jax.tree.structure(u)).removeprefix('PyTreeDef') for u in (a, b))
     if one == other:
         return ''
     start = next((i for i, (u, v) in enumerate(zip(one, other, strict=False)) if u != v), 0)
     return ' and '.join(f'...{text[max(start - 20, 0) : start + 40]}...' for text in (one, other))
+
+
+def reshaped(a: Tree, b: Tree) -> str:
+    """Where the structures, types or shapes of two trees differ, seen from the first; nothing where they agree."""
+    if said := restructured(a, b):
+        return said
+    for (path, u), v in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        one, other = (jax.typeof(w) for w in (u, v))
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            place = jax.tree_util.keystr(path)
+            return f'{place}{": " if place else ""}{one.str_short()} and {other.str_short()}'
+    return ''
 
 
 def changed(a: Tree, b: Tree, atol: float) -> str:

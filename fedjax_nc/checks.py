@@ -5,6 +5,7 @@ enters the library.
 """
 
 import contextlib
+import inspect
 import math
 import operator
 import re
@@ -16,7 +17,8 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Model, Objective, State
+from fedjax_nc._differences import reshaped
+from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Info, Model, Objective, State, Tree
 
 MOST_CLASSES = 2**20
 """A label beyond is a mistake. Tables [K, C] and loops over classes would take all memory and time."""
@@ -214,6 +216,15 @@ SUCH_AS = {
 }
 """How types are made, for messages."""
 
+TAKE = {
+    'init': 'key, data',
+    'init_client': 'key, server',
+    'client': 'key, server, client, shard',
+    'server': 'key, server, aggregate',
+    'predict': 'server, client, x',
+}
+"""What functions of an algorithm are called with."""
+
 
 def kind(name: str, value: Any, wanted: type) -> None:
     """Refuses what is not of one of the library's types: a model where a task is due, or a module for a model.
@@ -229,6 +240,89 @@ def kind(name: str, value: Any, wanted: type) -> None:
     if not isinstance(value, wanted):
         given = type(value).__name__ if not isinstance(value, type) else f'the class {value.__name__}'
         raise ValueError(f'{name} must be {SUCH_AS.get(wanted, f"of the type {wanted.__name__}")}, not {given}')
+
+
+def called(name: str, function: Any, arguments: str, such: str = '') -> None:
+    """Refuses what is no function of so many arguments.
+
+    Args:
+      name: what the caller calls it.
+      function: anything; what does not tell its arguments passes.
+      arguments: names of those that it is called with by position, as 'logits, labels, counts'.
+      such: how one is made, for the message.
+
+    Raises:
+      ValueError: for what cannot be called so.
+    """
+    takes = f'({arguments})' + (f', as {such}' if such else '')
+    if not callable(function):
+        raise ValueError(f'{name} must be a function of {takes}; not {shown(function)}')
+    try:
+        known = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions of compiled modules do not tell
+        return
+    try:
+        known.bind(*arguments.split(', '))
+    except TypeError as error:
+        told = getattr(function, '__name__', shown(function))
+        raise ValueError(f'{name} must be a function of {takes}; {told}{known}: {error}') from None
+
+
+def algorithm(value: Any) -> None:
+    """Refuses what is no `Algorithm`, and one whose functions take other arguments.
+
+    Args:
+      value: anything.
+
+    Raises:
+      ValueError: for what is none.
+    """
+    kind('algorithm', value, Algorithm)
+    for name, arguments in TAKE.items():
+        called(f'`{name}` of an algorithm', getattr(value, name), arguments)
+
+
+def worked(client: Tree, out: Any) -> tuple[Tree, Tree, Info]:
+    """Refuses what no `client` of an algorithm may return.
+
+    Args:
+      client: the state that it was given.
+      out: what it returned.
+
+    Returns:
+      `out`: the client's state, its message and info.
+
+    Raises:
+      ValueError: for anything but (client, message, info), and for a state of another structure, shape or type.
+    """
+    if not (isinstance(out, tuple) and len(out) == 3 and isinstance(out[2], Info)):
+        found = f'a tuple of {len(out)}' if isinstance(out, tuple) else type(out).__name__
+        if isinstance(out, tuple) and len(out) == 3:
+            found = f'{type(out[2]).__name__} in its place'
+        raise ValueError(
+            f'`client` of an algorithm returns (client, message, info), of which info is a base.Info, and this one '
+            f'returns {found}'
+        )
+    return kept('`client`', client, out[0]), *out[1:]
+
+
+def kept(name: str, before: Tree, after: Tree) -> Tree:
+    """Refuses a state that is of another structure, shape or type than before: rounds could not go on with it.
+
+    Args:
+      name: the function of the algorithm that returned it.
+      before: what it was given.
+      after: what it returned.
+
+    Returns:
+      `after`.
+
+    Raises:
+      ValueError: where the two differ.
+    """
+    if said := reshaped(before, after):
+        raise ValueError(f'{name} of an algorithm returns a state of another kind than it was given: {said}')
+    return after
 
 
 def optimizer(name: str, value: Any) -> None:

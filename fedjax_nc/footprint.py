@@ -82,7 +82,7 @@ def estimate(
     slots = -(-members // lanes) * lanes
 
     def work(key: Array, server: Tree, data: FederatedData, client: Tree) -> tuple[Tree, Tree, Info]:
-        return algorithm.client(key, server, client, data.shard(0))
+        return checks.worked(client, algorithm.client(key, server, client, data.shard(0)))
 
     def partial(message: Tree) -> Tree:
         only = jax.tree.map(lambda u: u[None], message)
@@ -90,7 +90,8 @@ def estimate(
 
     def update(key: Array, server: Tree, summed: Tree, message: Tree) -> Tree:
         value = algorithm.aggregate.finish(tree.add(summed, partial(message)))
-        return algorithm.server(key, server, Aggregate(value, jnp.float32(1), jnp.float32(1)))
+        new = algorithm.server(key, server, Aggregate(value, jnp.float32(1), jnp.float32(1)))
+        return checks.kept('`server`', server, new)
 
     client = jax.eval_shape(lambda clients: jax.tree.map(lambda u: u[0], clients), state.clients)
     working, (new, message, _) = jax.make_jaxpr(work, return_shape=True)(key, state.server, data, client)

@@ -52,8 +52,7 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
     """
     checks.kind('model', model, Model)
     checks.kind('head', head, Head)
-    if not callable(loss):
-        raise ValueError(f'loss must be a function, such as losses.cross_entropy, not {type(loss).__name__}')
+    checks.called('loss', loss, 'logits, labels, counts', 'losses.cross_entropy')
 
     def init(key: Array, data: FederatedData) -> Variables:
         checks.kind('data', data, FederatedData)

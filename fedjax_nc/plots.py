@@ -452,11 +452,14 @@ def _ranks(panels: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, int] | None = None) -> set[int]:
     """Draws the lines, and returns of how many seeds those with a band are."""
-    if not curves:
-        raise ValueError('`curves` is empty: give at least one name -> (rounds, accuracy).')
+    if not isinstance(curves, Mapping) or not curves:
+        found = 'is empty' if isinstance(curves, Mapping) else f'is {checks.shown(curves)}'
+        raise ValueError(f'`curves` {found}: give at least one name -> (rounds, accuracy).')
     ranks, seeds = ranks or _ranks({'': curves}), set()
-    for name, (rounds, values) in curves.items():
-        i = ranks[name]
+    for name, curve in curves.items():
+        if len(curve) != 2:
+            raise ValueError(f'{name!r} needs two things, rounds [R] and accuracy [R] or [seeds, R]; got {len(curve)}.')
+        (rounds, values), i = curve, ranks[name]
         x, y = np.asarray(rounds), np.atleast_2d(np.asarray(values, float)) * scale
         if x.ndim != 1 or y.ndim != 2 or y.shape[1] != len(x):
             raise ValueError(

@@ -60,7 +60,7 @@ def init(algorithm: Algorithm, key: Array, data: FederatedData) -> State:
       >>> state.server.variables.params['head']['w'].shape
       (16, 5)
     """
-    checks.kind('algorithm', algorithm, Algorithm)
+    checks.algorithm(algorithm)
     checks.key('key', key)
     checks.kind('data', data, FederatedData)
     k_server, k_clients = jax.random.split(key)
@@ -118,7 +118,7 @@ def join(algorithm: Algorithm, key: Array, server: Tree, num_clients: int) -> St
       >>> state.clients.params['head']['w'].shape
       (8, 16, 5)
     """
-    checks.kind('algorithm', algorithm, Algorithm)
+    checks.algorithm(algorithm)
     checks.key('key', key)
     checks.whole('num_clients', num_clients)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_clients))
@@ -222,7 +222,7 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
     `data.Part`, client `ids[j]` is number j. Arguments and errors are those of `make_round`: ValueError for an
     `algorithm`, `chunk` or `mesh` that is none.
     """
-    checks.kind('algorithm', algorithm, Algorithm)
+    checks.algorithm(algorithm)
     if chunk is not None:
         checks.whole('chunk', chunk)
     if mesh is not None and mesh.axis_names != (devices.AXIS,):
@@ -240,15 +240,7 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
         def one(who: tuple[Array, Array], client: Tree) -> tuple[Tree, Tree, Info]:
             i, at = who
             out = algorithm.client(jax.random.fold_in(key, i), server, client, data.shard(at))
-            if not (isinstance(out, tuple) and len(out) == 3 and isinstance(out[2], Info)):
-                found = f'a tuple of {len(out)}' if isinstance(out, tuple) else type(out).__name__
-                if isinstance(out, tuple) and len(out) == 3:
-                    found = f'{type(out[2]).__name__} in its place'
-                raise ValueError(
-                    f'`client` of an algorithm returns (client, message, info), of which info is a base.Info, and this '
-                    f'one returns {found}'
-                )
-            return out
+            return checks.worked(client, out)
 
         @functools.partial(jax.jit, inline=True)  # so that it is traced once for its shapes and for the loop
         def run_chunk(held: Tree, ids: Array, at: Array, rows: Array, slots: Array) -> tuple[Tree, Tree, Tree]:
@@ -324,7 +316,7 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
         info, broken = jax.tree.map(lambda u: u.reshape(len(ids), *u.shape[2:]), told)
         with jax.named_scope('server'):
             aggregate = Aggregate(algorithm.aggregate.finish(value), weight, live, drawn)
-            server = algorithm.server(k_server, server, aggregate)
+            server = checks.kept('`server`', server, algorithm.server(k_server, server, aggregate))
         if mesh is not None:
             server, held = devices.settled(mesh, server, held)
         return server, held, _report(server, ids, info, broken, paid)

@@ -334,6 +334,51 @@ LATER = {
         lambda: played(fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)._replace(client=two)),
         r'returns \(client, message, info\), .* a tuple of 2',
     ),
+    'a client that is given less': (
+        lambda: played(fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)._replace(client=lambda key, server: key)),
+        r'`client` of an algorithm must be a function of \(key, server, client, shard\); .* too many positional',
+    ),
+    'a server that is given less': (
+        lambda: simulate.init(PLAIN._replace(server=lambda server: server), toys.KEY, SINGLE),
+        r'`server` of an algorithm must be a function of \(key, server, aggregate\)',
+    ),
+    'a client that returns another state': (
+        lambda: played(PLAIN._replace(client=lambda *args: ({'n': args[0]}, *PLAIN.client(*args)[1:]))),
+        r"`client` of an algorithm returns a state of another kind than it was given: .*\(\(\)\).*{'n': ",
+    ),
+    'a client that returns a wider state': (
+        lambda: played(COUNTING._replace(client=lambda *args: (jnp.zeros((2, 3)), *PLAIN.client(*args)[1:]))),
+        r'returns a state of another kind than it was given: float32\[3\] and float32\[2,3\]',
+    ),
+    'a server that returns nothing': (
+        lambda: played(PLAIN._replace(server=lambda key, server, aggregate: None)),
+        '`server` of an algorithm returns a state of another kind than it was given: .*None',
+    ),
+    'a server that returns other types': (
+        lambda: played(
+            PLAIN._replace(
+                server=lambda *args: PLAIN.server(*args)._replace(round=jnp.float32(1))  # whose rounds are whole
+            )
+        ),
+        r'returns a state of another kind than it was given: .round: int32\[\] and float32\[\]',
+    ),
+    'a loss without counts': (
+        lambda: objective(toys.tiny, heads.linear(), lambda logits, labels: labels),
+        r'loss must be a function of \(logits, labels, counts\), as losses.cross_entropy; <lambda>.*: too',
+    ),
+    'a loss by name': (
+        lambda: objective(toys.tiny, heads.linear(), 'cross_entropy'),
+        "loss must be a function of .*; not 'cross_entropy'",
+    ),
+    'a penalty of two': (
+        lambda: fedavg.algorithm(toys.task, toys.opt, penalty=lambda v, z: 0.0),
+        r'penalty must be a function of .*, as fedprox.proximal\(0.1\); <lambda>\(v, z\): too many',
+    ),
+    'curves that are a list': (lambda: plots.accuracy_curves([0.1, 0.2]), r'`curves` is \[0.1, 0.2\]: give'),
+    'a curve without rounds': (
+        lambda: plots.accuracy_curves({'a': [0.1, 0.2, 0.3]}),
+        "'a' needs two things, rounds .* got 3",
+    ),
     'a run for a state': (
         lambda: evaluate.generic(PLAIN, training.Run((), [], 0.0, 0.0), SINGLE.x, SINGLE.y, 5),
         'state must be a State, .* or the state of a training.Run, not Run',
@@ -359,6 +404,7 @@ LATER = {
     'names for labels': (lambda: federate(SINGLE.x, np.array([*'abcde']), [range(5)]), r'np.unique\(y, return_inv'),
 }
 PLAIN = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+COUNTING = PLAIN._replace(init_client=lambda key, server: jnp.zeros(3))
 
 
 def played(algorithm):

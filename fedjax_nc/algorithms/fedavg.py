@@ -84,9 +84,9 @@ def moved_parts(value: Tree) -> set[str]:
 
 
 def checked_penalty(penalty: Any) -> None:
-    """Raises ValueError for a penalty that is neither a function nor None."""
-    if penalty is not None and not callable(penalty):
-        raise ValueError(f'penalty must be a function, such as fedprox.proximal(0.1), not {checks.shown(penalty)}')
+    """Raises ValueError for a penalty that is neither a function of such arguments nor None."""
+    if penalty is not None:
+        checks.called('penalty', penalty, 'variables, features, batch, server, client', 'fedprox.proximal(0.1)')
 
 
 def penalised(loss: Array, penalty: Penalty | None, *args: Any) -> Array:
