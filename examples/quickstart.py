@@ -29,13 +29,13 @@ def play(name: str, seed: int, rounds: int, digits: data.Dataset, parts: list[np
         return {'accuracy': evaluate.accuracy(table)}
 
     k_init, k_train, k_tune = jax.random.split(jax.random.key(seed), 3)
-    state = simulate.init(recipe.train, k_init, train)
+    state = simulate.compiled_init(recipe.train)(k_init, train)
     run = training.run(
         recipe.train, k_train, state, train, rounds=rounds, cohort=COHORT, evaluate=general, name=f'{name}, seed {seed}'
     )
     before = evaluate.over_clients(evaluate.per_client(recipe.train, run.state, test, personal=False))
     state = simulate.join(recipe.personalize, k_tune, run.state.server, train.num_clients)
-    state, _ = simulate.compiled(simulate.make_round(recipe.personalize))(k_tune, state, train)
+    state, _ = simulate.compiled(simulate.make_round(recipe.personalize), once=True)(k_tune, state, train)
     after = evaluate.over_clients(evaluate.per_client(recipe.personalize, state, test))
     return {
         'curve': [row['accuracy'] for row in run.history],

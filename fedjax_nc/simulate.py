@@ -87,8 +87,9 @@ def compiled_init(algorithm: Algorithm) -> Callable[[Array, FederatedData], Stat
       >>> state.server.variables.params['head']['w'].shape
       (16, 5)
     """
-    # It runs once, so that half of what the compiler could do for its speed would not be repaid.
-    return jax.jit(functools.partial(init, algorithm), compiler_options={'xla_backend_optimization_level': 1})
+    # It runs once, so that what the compiler could do for its speed would not be repaid.
+    level = {'xla_backend_optimization_level': 0 if jax.default_backend() == 'cpu' else 1}
+    return jax.jit(functools.partial(init, algorithm), compiler_options={**compiler_options(once=True), **level})
 
 
 def join(algorithm: Algorithm, key: Array, server: Tree, num_clients: int) -> State:
@@ -485,9 +486,14 @@ def tuned(build: Callable[[Any], Round]) -> Callable[..., tuple[State, Report]]:
     return round
 
 
-def compiled(round: Round) -> Any:
+def compiled(round: Round, *, once: bool = False) -> Any:
     """`jit` of a round, or of `several`, with the state donated and the options that suit this device.
 
-    It takes and returns what `round` does. A state that went in is used up: go on with the one that comes out.
+    Args:
+      round: what is compiled.
+      once: whether it is called but once, as a stage is, of a model that is not deep: see `models.compiler_options`.
+
+    Returns:
+      What takes and returns the same as `round`. A state that went in is used up: go on with the one that comes out.
     """
-    return jax.jit(round, donate_argnums=1, compiler_options=compiler_options())
+    return jax.jit(round, donate_argnums=1, compiler_options=compiler_options(once))

@@ -288,8 +288,13 @@ def test_compiler_options_are_those_of_the_default_backend(monkeypatch):
     options = convolution.compiler_options()
     assert float(jax.jit(lambda x: x + 1, compiler_options=options)(1.0)) == 2
     assert not convolution._accepts((('xla_no_such_option', 'x'),))
+    quick = convolution.compiler_options(once=True)
+    assert options.items() < quick.items()
+    assert float(jax.jit(lambda x: x + 1, compiler_options=quick)(1.0)) == 2
+    monkeypatch.setattr(convolution, '_QUICK', {'xla_no_such_option': False})  # as of another jaxlib
+    assert convolution.compiler_options(once=True).items() == quick.items() - {('xla_cpu_use_fusion_emitters', False)}
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-    assert convolution.compiler_options() == {}
+    assert convolution.compiler_options() == convolution.compiler_options(once=True) == {}
 
 
 @pytest.mark.parametrize(

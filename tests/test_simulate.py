@@ -337,3 +337,12 @@ def test_a_round_traces_its_client_once(data):
     for chunk in (1, 4):
         simulate.compiled(simulate.make_round(plain._replace(client=client), chunk=chunk)).lower(toys.KEY, state, data)
     assert len(seen) == 2
+
+
+def test_a_round_that_is_compiled_for_once_is_the_same(data):
+    algorithm = fedprox.algorithm(toys.task, toys.opt, mu=0.1, plan=toys.PLAN)
+    ends = []
+    for once in (False, True):
+        state = simulate.init(algorithm, toys.KEY, data)
+        ends.append(simulate.compiled(simulate.make_round(algorithm), once=once)(toys.KEY, state, data)[0])
+    toys.same(*ends, atol=1e-6)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import shlex
@@ -211,8 +212,10 @@ def script(main: Callable[[], Any], prog: str, resume: str | None = '--resume') 
     for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, stop)
     warnings.showwarning = lambda message, *rest: print(f'{prog}: warning: {message}', file=sys.stderr)
+    gc.freeze()  # modules are no garbage, and looking for it among them takes time, the most of it as Python ends
     try:
         main()
+        gc.freeze()
     except BrokenPipeError:  # who read our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor can what is left be flushed
     except PROBLEMS as problem:

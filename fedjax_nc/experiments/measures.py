@@ -15,11 +15,14 @@ from fedjax_nc.experiments import recipes
 from fedjax_nc.experiments.scene import Scene
 from fedjax_nc.experiments.setting import Setting
 
+DEEP = 48
+"""Arrays of a server state from which on a stage is compiled as rounds are, which `once` would take longer for."""
+
 
 @functools.lru_cache(maxsize=8)
-def stage(algorithm: Algorithm, chunk: int | None) -> Callable[..., tuple[State, simulate.Report]]:
+def stage(algorithm: Algorithm, chunk: int | None, once: bool) -> Callable[..., tuple[State, simulate.Report]]:
     """One round of all clients, compiled once for all runs of the same algorithm."""
-    return simulate.compiled(simulate.make_round(algorithm, chunk=chunk))
+    return simulate.compiled(simulate.make_round(algorithm, chunk=chunk), once=once)
 
 
 def of_all(algorithm: Algorithm, key: Array, state: State, train: FederatedData, chunk: int | None) -> Any:
@@ -27,7 +30,7 @@ def of_all(algorithm: Algorithm, key: Array, state: State, train: FederatedData,
 
     All of them travel at once for a stage whose clients send something, which is to be added up.
     """
-    round = stage(algorithm, chunk)
+    round = stage(algorithm, chunk, len(jax.tree.leaves(state.server)) < DEEP)
     if not isinstance(train, data.HostData) or algorithm.aggregate is not aggregators.nothing:
         state, report = round(key, state, train)
         return state, [report.info]
@@ -169,11 +172,12 @@ class Measures:
 
     def told(self, name: str, tables: Array) -> dict[str, Any]:
         """Accuracies over clients; on a common test set also by the classes that clients have, as FedNH's PM are."""
-        if not int(jnp.sum(tables)):  # of those who are tested nobody took part
+        total = np.asarray(tables).sum((1, 2))  # which needs no compiling
+        if not total.sum():  # of those who are tested nobody took part
             return {}
         summed = evaluate.over_clients(tables)
         found = {'': summed.mean, '_std': summed.std, '_pooled': summed.pooled, '_low': summed.low}
-        tested = jnp.sum(tables, (1, 2)) > 0
+        tested = jnp.asarray(total > 0)
         for kind, values in self.weighted(tables).items():
             over = evaluate.over(values, tested)
             found |= {f'_{kind}': over.mean, f'_{kind}_std': over.std}

@@ -23,15 +23,19 @@ Padding = str | Sequence[tuple[int, int]]
 
 LAYOUT = ('NHWC', 'HWIO', 'NHWC')
 # YNNPACK keeps everything but single convolutions, which XLA's older code does up to twice as fast in this layout.
-_YNN = {
+_YNN: dict[str, Any] = {
     'xla_cpu_experimental_ynn_fusion_type': ','.join(
         f'LIBRARY_FUSION_TYPE_{kind}' for kind in ('DOT', 'REDUCE', 'INDIVIDUAL_DOT')
     )
 }
 
 
+_QUICK: dict[str, Any] = {'xla_cpu_use_fusion_emitters': False}  # XLA's older code generator
+_LEVEL: dict[str, Any] = {'xla_backend_optimization_level': 1}
+
+
 @functools.cache
-def _accepts(option: tuple[tuple[str, str], ...]) -> bool:
+def _accepts(option: tuple[tuple[str, Any], ...]) -> bool:
     try:
         jax.jit(lambda x: x, compiler_options=dict(option)).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
@@ -39,13 +43,22 @@ def _accepts(option: tuple[tuple[str, str], ...]) -> bool:
     return True
 
 
-def compiler_options() -> dict[str, Any]:
+def compiler_options(once: bool = False) -> dict[str, Any]:
     """What to hand to the outermost `jax.jit(compiler_options=...)`; empty off CPU or where jaxlib does not know it.
 
     They are those of the default backend: `jit` takes them before it knows where a program will run. On CPU
     `conv_sequential` needs them: a round of FedAvg's CNN took 2.7 s with them and 6.6 s without (jax 0.10.2).
+
+    Args:
+        once: for a program that runs a few times and is not deep: it compiles in about 0.6 of the time, and may then
+            take 1.25 of the time to run. ResNet-20's takes longer to compile.
     """
-    return dict(_YNN) if jax.default_backend() == 'cpu' and _accepts(tuple(_YNN.items())) else {}
+    if jax.default_backend() != 'cpu':
+        return {}
+    found: dict[str, Any] = {}
+    for options in (_YNN, _QUICK, _LEVEL) if once else (_YNN,):
+        found |= options if _accepts(tuple(options.items())) else {}
+    return found
 
 
 conv_native: ConvFn = lax.conv_general_dilated
