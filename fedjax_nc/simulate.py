@@ -148,7 +148,19 @@ def default_chunk(server: Tree, clients: int, platform: str | None = None) -> in
     """
     floats = sum(leaf.size for leaf in jax.tree.leaves(server))
     small, large = {'cpu': (8, 1), 'tpu': (32, 1)}.get(platform or jax.default_backend(), (32, 5))
-    most = small if floats < 10_000 else large
+    return even(small if floats < 10_000 else large, clients)
+
+
+def even(most: int, clients: int) -> int:
+    """Lanes of which none is empty, if there are about as many.
+
+    Args:
+      most: lanes to have at most.
+      clients: those of a cohort.
+
+    Returns:
+      The largest number above the half of `most`, up to it, that divides `clients`; else `most`, or all clients.
+    """
     return next((n for n in range(min(most, clients), most // 2, -1) if clients % n == 0), min(most, clients))
 
 

@@ -110,8 +110,10 @@ def candidates(
     """
     checks.whole('clients', clients)
     cpu = (platform or jax.default_backend()) == 'cpu'
-    usual = (1, 5, 8) if cpu else (1, 5, 20) if convolutions else (1, 20, 100)
-    lanes = [None, *sorted({min(n, clients) for n in usual})]
+    usual = (1, 5, 20) if convolutions else (1, 20, 100)
+    if cpu:
+        usual = (1, 5, 8) if convolutions else (1, 16, 100)
+    lanes = [None, *sorted({simulate.even(n, clients) for n in usual})]
     forms: list[str | None] = [None]
     if convolutions:
         forms += ['sequential', 'patches'] if cpu else ['native', 'patches']

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fedjax_nc import losses
@@ -18,6 +19,26 @@ def log_softmax(a):
 def test_cross_entropy_is_minus_log_softmax():
     want = -log_softmax(LOGITS)[np.arange(7), LABELS]
     np.testing.assert_allclose(losses.cross_entropy(LOGITS, LABELS), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_cross_entropy_and_its_gradient_are_those_of_optax(dtype):
+    logits = jnp.asarray(LOGITS, dtype).at[3, 0].set(-jnp.inf)  # a class that is ruled out
+    want, got = (
+        jax.jit(jax.value_and_grad(lambda z, loss=loss: jnp.mean(loss(z, LABELS))))(logits)
+        for loss in (lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z.astype(jnp.float32), y),
+                     losses.cross_entropy)
+    )  # fmt: skip
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(np.float32(got[1]), np.float32(want[1]), atol=1e-7 if dtype == jnp.float32 else 1e-3)
+    assert (
+        'scatter' not in jax.jit(jax.grad(lambda z: jnp.mean(losses.cross_entropy(z, LABELS)))).lower(logits).as_text()
+    )
+
+
+def test_labels_that_are_no_class_are_not_silent_where_they_are_traced():
+    loss = jax.jit(losses.cross_entropy)
+    assert np.isnan(loss(LOGITS[:3], np.array([0, 4, -1]))).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize('gamma', [0.5, 1.0, 2.0])
