@@ -149,8 +149,8 @@ def fastest(
       choices: what to try, such as `candidates(cohort)`; in doubt the first one wins.
       cohort: clients a round; all by default.
       seconds: that a timed call should take, if a whole round takes as long.
-      repeats: timed calls of each; the shortest counts. One that seems to take more than twice as long as another
-        after the first is not called again.
+      repeats: timed calls of each; the shortest counts. Of short calls there are up to 50, for about `seconds`. Where
+        they are not short, one that after the first seems to take twice as long as another is not called again.
       cache: a JSON file in which results are kept, by device, versions, algorithm, shapes and choices.
       show: called with a line on each choice.
 
@@ -188,7 +188,7 @@ def fastest(
             trial = Trial(build, data, choice, cohort)
             cap = cap or trial.part(seconds)
             best = min((t.seconds for t in tried), default=float('inf'))
-            tried.append(Tried(choice, trial.seconds(cap, repeats, 2 * best), trial.compile_seconds))
+            tried.append(Tried(choice, trial.seconds(cap, repeats, 2 * best, seconds), trial.compile_seconds))
         except (jax.errors.JaxRuntimeError, MemoryError, NotImplementedError, ValueError, TypeError) as problem:
             tried.append(Tried(choice, float('inf'), 0.0, ' '.join(str(problem).split())[:200] or repr(problem)))
             if isinstance(problem, ValueError | TypeError):
@@ -263,14 +263,18 @@ class Trial:
             took *= len(self.keys)
         return cap
 
-    def seconds(self, cap: int, repeats: int, limit: float = float('inf')) -> float:
+    def seconds(self, cap: int, repeats: int, limit: float = float('inf'), least: float = 0.0) -> float:
         """Of a whole round, from one in which no client has more than `cap` examples and one with half of that.
 
-        Each is timed `repeats` times; once, if the round would take longer than `limit`.
+        Each is timed `repeats` times, and up to 50 times until that has taken about `least`: short calls differ more.
+        Once, if the round would take longer than `limit` and is no short one.
         """
         self.call(1)
         once = self.extrapolated(cap, 1)
-        return once if once > limit or repeats == 1 else self.extrapolated(cap, repeats)
+        times = max(repeats, min(50, round(least / max(once * len(self.keys), 1e-9))))
+        if times == 1 or (once > limit and times == repeats):
+            return once
+        return self.extrapolated(cap, times)
 
     def extrapolated(self, cap: int, repeats: int) -> float:
         """Seconds of a whole round, of the shortest of `repeats` calls."""

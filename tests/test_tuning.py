@@ -223,3 +223,22 @@ def test_a_run_may_be_tuned_and_goes_on_as_it_began(tmp_path, monkeypatch):
     assert json.loads((tmp_path / 'tuned' / 'config.json').read_text())['tuned'] == {**config['tuned'], 'chunk': 1}
     with pytest.raises(ValueError, match='--tune measures one device'):
         command.main([*args, '--tune', '--devices', '2'])
+
+
+def test_short_calls_are_timed_many_times_and_long_ones_as_often_as_asked(monkeypatch):
+    calls = []
+
+    def extrapolated(trial, cap, times):
+        calls.append(times)
+        return spent
+
+    monkeypatch.setattr(tuning.Trial, 'extrapolated', extrapolated)
+    trial = tuning.Trial(build, DATA, tuning.Choice(), None)
+    for spent, asked in ((0.1, [1, 10]), (1e-4, [1, 50]), (0.8, [1, 3])):  # noqa: B007  # what a round seems to take
+        calls.clear()
+        trial.seconds(8, 3, least=1.0)
+        assert calls == asked
+    for spent, asked in ((0.8, [1]), (0.1, [1, 10])):  # noqa: B007
+        calls.clear()
+        trial.seconds(8, 3, limit=0.01, least=1.0)
+        assert calls == asked
