@@ -329,7 +329,7 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
         info, broken = jax.tree.map(lambda u: u.reshape(len(ids), *u.shape[2:]), told)
         with jax.named_scope('server'):
             aggregate = Aggregate(algorithm.aggregate.finish(value), weight, live, drawn)
-            server = checks.kept('`server`', server, algorithm.server(k_server, server, aggregate))
+            server = algorithm.server(k_server, server, aggregate)
         if mesh is not None:
             server, held = devices.settled(mesh, server, held)
         return server, held, _report(server, ids, info, broken, paid)
@@ -471,11 +471,16 @@ def _report(server: Tree, ids: Array, info: Info, broken: Array, paid: Array) ->
 def several(round: Round) -> Round:
     """Several rounds in one call: `(keys [R], state, data) -> (state, reports [R, ...])`, equal to R calls of `round`.
 
-    Each draws its own cohort, by its key. To be compiled, as `compiled(several(make_round(...)))`.
+    Each draws its own cohort, by its key. To be compiled, as `compiled(several(make_round(...)))`. An algorithm whose
+    server makes another kind of state of the one that it is given, as stages may, is refused (ValueError).
     """
 
     def rounds(keys: Array, state: State, data: FederatedData) -> tuple[State, Report]:
-        return jax.lax.scan(lambda state, key: round(key, state, data), state, keys)
+        def one(state: State, key: Array) -> tuple[State, Report]:
+            new, report = round(key, state, data)
+            return new._replace(server=checks.kept('`server`', state.server, new.server)), report
+
+        return jax.lax.scan(one, state, keys)
 
     return rounds
 

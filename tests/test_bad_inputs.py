@@ -351,14 +351,15 @@ LATER = {
         r'returns a state of another kind than it was given: float32\[3\] and float32\[2,3\]',
     ),
     'a server that returns nothing': (
-        lambda: played(PLAIN._replace(server=lambda key, server, aggregate: None)),
+        lambda: played(PLAIN._replace(server=lambda key, server, aggregate: None), 2),
         '`server` of an algorithm returns a state of another kind than it was given: .*None',
     ),
     'a server that returns other types': (
         lambda: played(
             PLAIN._replace(
                 server=lambda *args: PLAIN.server(*args)._replace(round=jnp.float32(1))  # whose rounds are whole
-            )
+            ),
+            2,
         ),
         r'returns a state of another kind than it was given: .round: int32\[\] and float32\[\]',
     ),
@@ -407,8 +408,11 @@ PLAIN = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 COUNTING = PLAIN._replace(init_client=lambda key, server: jnp.zeros(3))
 
 
-def played(algorithm):
-    simulate.make_round(algorithm)(toys.KEY, simulate.init(algorithm, toys.KEY, SINGLE), SINGLE)
+def played(algorithm, rounds=1):
+    state, round = simulate.init(algorithm, toys.KEY, SINGLE), simulate.make_round(algorithm)
+    if rounds > 1:
+        return simulate.several(round)(jax.random.split(toys.KEY, rounds), state, SINGLE)
+    return round(toys.KEY, state, SINGLE)  # after which a server's state may be of another kind, as those of stages
 
 
 @pytest.mark.parametrize('what', LATER)
