@@ -24,10 +24,13 @@ def described(u: Any) -> str:
 
 
 def restructured(a: Tree, b: Tree) -> str:
-    """The structures of two trees where they differ."""
-    one, other = (str(jax.tree.structure(u)).removeprefix('PyTreeDef') for u in (a, b))
-    if one == other:
+    """The structures of two trees where they differ, in one line."""
+    kinds: list[Any] = [jax.tree.structure(u) for u in (a, b)]
+    if kinds[0] == kinds[1]:
         return ''
+    one, other = (' '.join(str(kind).removeprefix('PyTreeDef').split()) for kind in kinds)
+    if one == other:
+        return 'parts that are no arrays, and print alike'
     start = next((i for i, (u, v) in enumerate(zip(one, other, strict=False)) if u != v), 0)
     return ' and '.join(f'...{text[max(start - 20, 0) : start + 40]}...' for text in (one, other))
 
@@ -38,9 +41,10 @@ def reshaped(a: Tree, b: Tree) -> str:
         return said
     for (path, u), v in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
         one, other = (jax.typeof(w) for w in (u, v))
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
+        free = getattr(one, 'weak_type', False)  # of a Python number, which takes the type of what it meets
+        if one.shape != other.shape or (one.dtype != other.dtype and not free):
             place = jax.tree_util.keystr(path)
-            return f'{place}{": " if place else ""}{one.str_short()} and {other.str_short()}'
+            return f'{place}{" " if place else ""}was {one.str_short()} and came back as {other.str_short()}'
     return ''
 
 

@@ -18,7 +18,7 @@ import optax
 from numpy.typing import NDArray
 
 from fedjax_nc._differences import reshaped
-from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Info, Model, Objective, State, Tree
+from fedjax_nc.base import Aggregator, Algorithm, Array, FederatedData, Head, Info, Model, Objective, State, Tree
 
 MOST_CLASSES = 2**20
 """A label beyond is a mistake. Tables [K, C] and loops over classes would take all memory and time."""
@@ -211,6 +211,7 @@ SUCH_AS = {
     Model: 'a Model, such as models.from_flax(module)',
     Head: 'a Head, such as heads.linear()',
     Algorithm: 'an Algorithm, such as fedavg.algorithm(task, local.sgd(0.1))',
+    Aggregator: 'an Aggregator, such as aggregators.mean',
     FederatedData: 'FederatedData, such as data.federate(x, y, parts)',
     State: 'a State, such as simulate.init(algorithm, key, data), or the state of a training.Run',
 }
@@ -257,8 +258,12 @@ def called(name: str, function: Any, arguments: str, such: str = '') -> None:
     takes = f'({arguments})' + (f', as {such}' if such else '')
     if not callable(function):
         raise ValueError(f'{name} must be a function of {takes}; not {shown(function)}')
+    plain = function
+    while isinstance(plain, jax.stages.Wrapped):  # `jit` tells the arguments of what lies below it, to the ground
+        plain = getattr(plain, '__wrapped__', None)
     try:
-        known = inspect.signature(function)
+        # As it is called: what `functools.wraps` has put around a function may take more arguments than that, or fewer.
+        known = inspect.signature(plain, follow_wrapped=False)
     except (TypeError, ValueError):  # some functions of compiled modules do not tell
         return
     try:
@@ -278,6 +283,7 @@ def algorithm(value: Any) -> None:
       ValueError: for what is none.
     """
     kind('algorithm', value, Algorithm)
+    kind('`aggregate` of an algorithm', value.aggregate, Aggregator)
     for name, arguments in TAKE.items():
         called(f'`{name}` of an algorithm', getattr(value, name), arguments)
 
@@ -321,7 +327,10 @@ def kept(name: str, before: Tree, after: Tree) -> Tree:
       ValueError: where the two differ.
     """
     if said := reshaped(before, after):
-        raise ValueError(f'{name} of an algorithm returns a state of another kind than it was given: {said}')
+        raise ValueError(
+            f'{name} of an algorithm returns a state of another kind than it was given: {said}. A state keeps its '
+            'structure, shapes and types'
+        )
     return after
 
 

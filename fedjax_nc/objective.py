@@ -70,6 +70,13 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
         params, fixed = head.init(kh, z.shape[-1], data.num_classes)
         logits = _shape_of(lambda z: head.logits(params, fixed, z), 'logits [B, C]', 2, z)
         y, counts = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, data.num_classes))
+        try:
+            jax.eval_shape(loss, logits, y, counts)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                'the loss is called with logits [B, C], labels [B] and counts [C], as losses.cross_entropy is, and '
+                f'says: {str(error).splitlines()[0]}'
+            ) from error
         _shape_of(loss, 'one loss for each example [B], whose mean the objective takes', 1, logits, y, counts)
         low = {str(u.dtype) for u in jax.tree.leaves((body, params)) if u.dtype in (jnp.bfloat16, jnp.float16)}
         if low:

@@ -160,6 +160,8 @@ def curve_panels(panels: Mapping[str, Curves], *, xlabel: str = 'communication r
         ValueError: if there is no panel or a panel has no curve, or rounds and values do not match.
         ImportError: without matplotlib.
     """
+    if not isinstance(panels, Mapping) or not all(isinstance(curves, Mapping) for curves in panels.values()):
+        raise ValueError(f'`panels` must be title -> name -> (rounds, values), not {checks.shown(panels)}.')
     figure, row = _canvas.axes_in_a_row(3.1, 2.7, len(panels))
     ranks, seeds = _canvas.ranks(panels), set()
     for axes, (title, curves) in zip(row, panels.items(), strict=True):
@@ -383,13 +385,15 @@ def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, 
         raise ValueError(f'`curves` {found}: give at least one name -> (rounds, accuracy).')
     ranks, seeds = ranks or _canvas.ranks({'': curves}), set()
     for name, curve in curves.items():
-        if len(curve) != 2:
-            raise ValueError(f'{name!r} needs two things, rounds [R] and accuracy [R] or [seeds, R]; got {len(curve)}.')
+        parts = len(curve) if hasattr(curve, '__len__') else 0
+        if parts != 2:
+            got = parts or checks.shown(curve)
+            raise ValueError(f'{name!r} needs two things, rounds [R] and accuracy [R] or [seeds, R]; got {got}.')
         (rounds, values), i = curve, ranks[name]
         x, y = np.asarray(rounds), np.atleast_2d(np.asarray(values, float)) * scale
         if x.ndim != 1 or y.ndim != 2 or y.shape[1] != len(x):
             raise ValueError(
-                f'{name!r} needs rounds [R] and accuracy [R] or [seeds, R]; got {x.shape} and {np.shape(values)}.'
+                f'{name!r} needs rounds [R] and accuracy [R] or [seeds, R]; shapes: {x.shape} and {np.shape(values)}.'
             )
         mean, color = y.mean(0), _canvas.COLORS[i % len(_canvas.COLORS)]
         # eight markers from left to right, each curve's at places of its own: those on top of each other stay visible

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -96,16 +96,14 @@ def finite(a: Tree) -> Array:
 
 def finite_rows(a: Tree) -> Array:
     """Whether each row of `a` is free of NaN and infinity, over all leaves [n, ...]: [n] bool; [] without floats."""
-    return ~_any_rows(lambda u: ~jnp.isfinite(u), a)
+    # A maximum, which NaN passes through: XLA's CPU backend takes three times as long to combine booleans.
+    each = [jnp.max(jnp.abs(u).reshape(len(u), -1), axis=1, initial=0) < jnp.inf for u in _floats(a)]
+    return functools.reduce(jnp.logical_and, each, jnp.array(True))
 
 
 def nan_rows(a: Tree) -> Array:
     """Whether each row of `a` holds NaN, over all leaves [n, ...]: [n] bool; [] without floats."""
-    return _any_rows(jnp.isnan, a)
-
-
-def _any_rows(bad: Callable[[Array], Array], a: Tree) -> Array:
-    each = [jnp.any(bad(u).reshape(len(u), -1), axis=1) for u in _floats(a)]
+    each = [jnp.isnan(jnp.max(jnp.abs(u).reshape(len(u), -1), axis=1, initial=0)) for u in _floats(a)]
     return functools.reduce(jnp.logical_or, each, jnp.array(False))
 
 

@@ -348,7 +348,7 @@ LATER = {
     ),
     'a client that returns a wider state': (
         lambda: played(COUNTING._replace(client=lambda *args: (jnp.zeros((2, 3)), *PLAIN.client(*args)[1:]))),
-        r'returns a state of another kind than it was given: float32\[3\] and float32\[2,3\]',
+        r'of another kind than it was given: was float32\[3\] and came back as float32\[2,3\]. A state keeps its',
     ),
     'a server that returns nothing': (
         lambda: played(PLAIN._replace(server=lambda key, server, aggregate: None), 2),
@@ -361,7 +361,7 @@ LATER = {
             ),
             2,
         ),
-        r'returns a state of another kind than it was given: .round: int32\[\] and float32\[\]',
+        r'returns a state of another kind than it was given: .round was int32\[\] and came back as float32\[\]',
     ),
     'a loss without counts': (
         lambda: objective(toys.tiny, heads.linear(), lambda logits, labels: labels),
@@ -379,6 +379,22 @@ LATER = {
     'a curve without rounds': (
         lambda: plots.accuracy_curves({'a': [0.1, 0.2, 0.3]}),
         "'a' needs two things, rounds .* got 3",
+    ),
+    'a curve that is a number': (lambda: plots.accuracy_curves({'a': 0.5}), "'a' needs two things, .* got 0.5"),
+    'panels that are a list': (lambda: plots.curve_panels([0.5]), r'`panels` must be title -> name .* not \[0.5\]'),
+    'a loss of optax': (
+        lambda: simulate.init(
+            fedavg.algorithm(
+                objective(toys.tiny, heads.linear(), optax.softmax_cross_entropy_with_integer_labels), toys.opt
+            ),
+            toys.KEY,
+            SINGLE,
+        ),
+        "the loss is called with logits .*, as losses.cross_entropy is, and says: Keyword argument 'axis'",
+    ),
+    'an algorithm that adds nothing up': (
+        lambda: simulate.make_round(PLAIN._replace(aggregate=None)),
+        '`aggregate` of an algorithm must be an Aggregator, such as aggregators.mean, not NoneType',
     ),
     'a run for a state': (
         lambda: evaluate.generic(PLAIN, training.Run((), [], 0.0, 0.0), SINGLE.x, SINGLE.y, 5),

@@ -313,6 +313,14 @@ def test_max_pool_equals_flax(shape, window, ties):
     np.testing.assert_array_equal(vmapped[1], want_back(g)[0])
 
 
+def test_tiles_are_the_same_in_float32():
+    # With ties, which bfloat16 makes of these numbers, and a NaN.
+    x = jnp.round(normal(0, 3, 7, 6, 5) * 4).astype(jnp.bfloat16).at[1, 2, 3, 4].set(jnp.nan)
+    for found, expected in zip(layers._largest_in_float32(x, 2), layers._largest(x, 2), strict=True):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(('shape', 'window'), [((2, 3, 2, 3), 2), ((1, 2, 3, 2), 3)])
 def test_both_ways_to_spread_a_gradient_over_tiles_agree(shape, window, dtype):

@@ -41,6 +41,16 @@ def test_labels_that_are_no_class_are_not_silent_where_they_are_traced():
     assert np.isnan(loss(LOGITS[:3], np.array([0, 4, -1]))).tolist() == [False, True, True]
 
 
+@pytest.mark.parametrize(('dtype', 'classes'), [('uint8', 256), ('uint8', 300), ('int8', 128), ('int8', 200)])
+def test_labels_of_few_bits_are_classes(dtype, classes):
+    logits, labels = jnp.asarray(np.random.default_rng(0).normal(size=(4, classes))), np.array([0, 1, 50, 99])
+    expected = losses.cross_entropy(logits, labels)
+    for values in (losses.cross_entropy, jax.jit(losses.cross_entropy)):
+        np.testing.assert_allclose(values(logits, jnp.asarray(labels, dtype)), expected, rtol=1e-6)
+    if dtype == 'int8':
+        assert np.isnan(jax.jit(losses.cross_entropy)(logits, jnp.full(4, -1, jnp.int8))).all()
+
+
 @pytest.mark.parametrize('gamma', [0.5, 1.0, 2.0])
 def test_balanced_softmax_weights_the_denominator_by_counts(gamma):
     floored = np.maximum(COUNTS, 1).astype(np.float64) ** gamma

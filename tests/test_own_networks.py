@@ -2,7 +2,9 @@
 
 import importlib
 import json
-import shutil
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,6 +63,29 @@ def rows(**kwargs):
     return Small(**kwargs)
 
 
+class Switch(nn.Module):
+    preprocess: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        assert not self.preprocess
+        return nn.Dense(8)(x.reshape(len(x), -1))
+
+
+def bare(preprocess=None):
+    return Small()
+
+
+def lost():
+    return {}['weights']
+
+
+class Flat(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x @ jnp.ones((3, 3))
+
+
 SMALL, MODEL, number = Small(width=32), models.from_flax(Small()), 3
 '''
 DIGITS = {'dataset': 'digits', 'max_examples': 300, 'clients': 6, 'rounds': 2, 'local_epochs': 1}
@@ -72,6 +97,7 @@ def mine(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp('own')
     (folder / 'bodies').mkdir()
     (folder / 'bodies' / 'small.py').write_text(MODULE)
+    (folder / 'bodies' / 'leaves.py').write_text('raise SystemExit(3)')
     monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module('bodies.small')
     for name in [name for name in sys.modules if name.split('.')[0] == 'bodies']:
@@ -124,8 +150,10 @@ def test_its_convolutions_are_its_own_when_rounds_are_tuned(tmp_path):
     setting = Setting(**DIGITS, algorithm='fedavg', model='bodies.small:Small')
     experiments.run(setting, tmp_path / 'run', tune=True, progress=False)
     rows = json.loads((tmp_path / 'tuning.json').read_text())
-    assert rows
-    assert '"conv"' not in json.dumps(rows) or 'sequential' not in json.dumps(rows)
+    (tried,) = rows.values()
+    assert len(tried) > 1
+    assert {form for (form, *_), *_ in tried} == {None}
+    assert all(chunk is None or chunk < 20 for (_, chunk, *_), *_ in tried)  # it may have convolutions
 
 
 def test_precision_and_pixels_reach_what_takes_them():
@@ -143,11 +171,47 @@ def test_precision_and_pixels_reach_what_takes_them():
     assert not np.allclose(seen, usual)
     np.testing.assert_array_equal(features('bodies.small:made', preprocess=look), seen)
     np.testing.assert_array_equal(features('bodies.small:rows', preprocess=look), seen)
+    assert features('bodies.small:Switch', preprocess=look).shape == (2, 8)
+    with pytest.raises(ValueError, match=r'made Small.*, not a base.Model, as what takes `preprocess` must'):
+        features('bodies.small:bare', preprocess=look)
     for name in ('SMALL', 'MODEL', 'wide'):
         with pytest.raises(ValueError, match=rf"^model bodies.small:{name}: for precision 'bfloat16' it must be made"):
             features(f'bodies.small:{name}', precision='bfloat16')
     with pytest.raises(ValueError, match=r'^model bodies.small:MODEL: a base.Model prepares its batches itself'):
         features('bodies.small:MODEL', preprocess=look)
+
+
+def test_one_that_breaks_is_told_and_others_go_on(tmp_path, capsys):
+    table = {
+        'seeds': 1, 'base': {**DIGITS, 'algorithm': 'fedavg', 'rounds': 1},
+        'methods': {'MLP': {'model': 'mlp'}, 'Flat': {'model': 'bodies.small:Flat'}},
+    }  # fmt: skip
+    (left,) = runner.carry_out(Study.of(table, 'mine'), tmp_path)
+    assert left.setting.model == 'bodies.small:Flat'
+    said = capsys.readouterr().err
+    assert 'Flat, seed 0' in said
+    assert 'dot_general' in said
+    for name, said in (
+        ('bodies.small:lost', "model bodies.small:lost: KeyError: 'weights'"),
+        ('./nets.py:Net', "name a module as `import` does, 'package.module:attribute', and no file"),
+        ('nets.py:Net', 'and no file'),
+        ('bodies.leaves:Net', 'model bodies.leaves:Net: SystemExit: 3'),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            networks.build(name)
+
+
+def test_devices_are_made_before_a_module_computes(mine, tmp_path):
+    path = Path(mine.__file__)
+    path.write_text(path.read_text() + '\nMEAN = jnp.array([0.5])\n')
+    flags = ['--dataset', 'digits', '--max-examples', '300', '--clients', '6', '--rounds', '1', '--local-epochs', '1']
+    flags += ['--model', 'bodies.small:Small', '--devices', '2', '--algorithm', 'fedavg', '--out', str(tmp_path)]
+    code = f'from fedjax_nc.experiments import command; command.main({flags!r})'
+    paths = os.pathsep.join((str(path.parents[1]), str(Path(__file__).parents[1])))
+    done = subprocess.run(
+        [sys.executable, '-c', code], env={**os.environ, 'PYTHONPATH': paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_study_takes_it_and_says_where_it_has_changed_since(mine, tmp_path, capsys):
@@ -166,7 +230,6 @@ def test_a_study_takes_it_and_says_where_it_has_changed_since(mine, tmp_path, ca
     said = [line for line in capsys.readouterr().err.splitlines() if 'has changed' in line]
     assert len(said) == 1
     assert said[0].startswith('Mine, seed 0: the file of its model has changed since it was run')
-    shutil.rmtree(runner.where(study.runs[1], tmp_path))
 
 
 @pytest.mark.parametrize(

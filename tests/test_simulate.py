@@ -1,11 +1,14 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import aggregators, local, population, privacy, simulate
+from fedjax_nc import aggregators, checks, local, losses, population, privacy, simulate
 from fedjax_nc.algorithms import fedavg, fedprox
+from fedjax_nc.base import State
 from fedjax_nc.data import federated, host
 
 algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
@@ -346,3 +349,89 @@ def test_a_round_that_is_compiled_for_once_is_the_same(data):
         state = simulate.init(algorithm, toys.KEY, data)
         ends.append(simulate.compiled(simulate.make_round(algorithm), once=once)(toys.KEY, state, data)[0])
     toys.same(*ends, atol=1e-6)
+
+
+def test_functions_are_judged_as_they_are_called():
+    # What `functools.wraps` has put around a function tells the arguments of the function, which may be others.
+    plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+
+    def bound(task, key, server, client, shard):
+        return plain.client(key, server, client, shard)
+
+    @functools.wraps(bound)
+    def client(key, server, client, shard):
+        return bound(toys.task, key, server, client, shard)
+
+    def two(logits, labels):
+        return losses.cross_entropy(logits, labels)
+
+    @functools.wraps(two)
+    def loss(logits, labels, counts):
+        return two(logits, labels)
+
+    data = toys.ragged([20, 30])
+    state = simulate.init(plain, toys.KEY, data)
+    expected = simulate.make_round(plain)(toys.KEY, state, data)[0]
+    for form in (client, jax.jit(client), functools.partial(bound, toys.task)):
+        found = simulate.make_round(plain._replace(client=form))(toys.KEY, state, data)[0]
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, expected)
+    for form in (loss, jax.jit(loss), jax.vmap(losses.cross_entropy)):
+        checks.called('loss', form, 'logits, labels, counts')
+    with pytest.raises(ValueError, match='too many positional arguments'):
+        checks.called('loss', jax.jit(two), 'logits, labels, counts')
+
+
+def test_states_are_compared_by_what_they_are():
+    # A set prints in any order, and an object of one's own by its place in memory.
+    class Kind:
+        def __eq__(self, other):
+            return isinstance(other, Kind)
+
+        def __hash__(self):
+            return 0
+
+    kept = jax.tree_util.Partial(Kind(), jnp.zeros(3))
+    assert checks.kept('`client`', kept, jax.tree_util.Partial(Kind(), jnp.ones(3))) is not None
+    with pytest.raises(ValueError, match=r'another kind than it was given: .*\. A state keeps its structure'):
+        checks.kept('`client`', kept, jax.tree_util.Partial(print, jnp.zeros(3)))
+
+
+@pytest.mark.parametrize('chunk', [1, 3])
+def test_pythons_numbers_are_states_too(chunk):
+    plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+
+    def client(key, server, client, shard):
+        return (1.0, *plain.client(key, server, (), shard)[1:])
+
+    counting = plain._replace(init_client=lambda key, server: jnp.float32(0), client=client)
+    data = toys.ragged([20, 30, 10])
+    state = simulate.init(counting, toys.KEY, data)
+    found, _ = simulate.make_round(counting, chunk=chunk)(toys.KEY, state, data)
+    np.testing.assert_array_equal(found.clients, np.ones(3, np.float32))
+
+
+def test_numbers_that_yield_may_become_others_in_several_rounds():
+    plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    growing = plain._replace(
+        init=lambda key, data: {'own': plain.init(key, data), 'sum': 0},
+        client=lambda key, server, *rest: plain.client(key, server['own'], *rest),
+        server=lambda key, server, aggregate: {
+            'own': plain.server(key, server['own'], aggregate), 'sum': server['sum'] + aggregate.weight
+        },
+    )  # fmt: skip
+    data = toys.ragged([20, 30])
+    state = State(growing.init(toys.KEY, data), ())
+    run = simulate.several(simulate.make_round(growing))
+    found, _ = run(jax.random.split(toys.KEY, 2), state, data)
+    assert float(found.server['sum']) == 100
+
+
+def test_lanes_of_a_cohort_are_even():
+    assert [simulate.even(8, n) for n in (1, 7, 8, 11, 100)] == [1, 7, 8, 6, 5]
+    assert simulate.even(100, 101) == 51
+    for most in range(1, 20):
+        for clients in range(1, 60):
+            lanes = simulate.even(most, clients)
+            chunks = -(-clients // lanes)
+            assert 1 <= lanes <= min(most, clients)
+            assert chunks * lanes - clients < chunks  # no chunk has two lanes less than another, or one divides

@@ -181,7 +181,8 @@ def main(argv: list[str] | None = None, *, prog: str = 'cifar.py', description: 
     args = arguments(argv, prog, description)
     if args.tune and args.devices > 1:
         raise ValueError('--tune measures one device: tune with --devices 1, and hand on its --clients-per-chunk')
-    setting, mesh = setting_of(args), prepare(args.devices)
+    mesh = prepare(args.devices)  # before a model of one's own is imported, which may compute
+    setting = setting_of(args)
     where = {'data_dir': args.data_dir and str(args.data_dir), 'out': str(args.out)}
     tracked = watch.tensorboard(args.out / 'tensorboard') if args.tensorboard else contextlib.nullcontext()
     with tracked as on_round:

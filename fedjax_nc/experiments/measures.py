@@ -15,8 +15,9 @@ from fedjax_nc.experiments import recipes
 from fedjax_nc.experiments.scene import Scene
 from fedjax_nc.experiments.setting import Setting
 
-DEEP = 48
-"""Arrays of a server state from which on a stage is compiled as rounds are, which `once` would take longer for."""
+DEEP, LONG = 48, 5e9
+"""Arrays of a server state, and parameters times examples, from which on a stage is compiled as rounds are: `once`
+would take longer to compile, or to run by more than it saves."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -25,12 +26,21 @@ def stage(algorithm: Algorithm, chunk: int | None, once: bool) -> Callable[..., 
     return simulate.compiled(simulate.make_round(algorithm, chunk=chunk), once=once)
 
 
-def of_all(algorithm: Algorithm, key: Array, state: State, train: FederatedData, chunk: int | None) -> Any:
+def short(state: State, train: FederatedData) -> bool:
+    """Whether a stage that runs once a run spends its time in the compiler."""
+    arrays = jax.tree.leaves(state.server)
+    return len(arrays) < DEEP and sum(u.size for u in arrays) * int(np.sum(train.size, dtype=np.int64)) < LONG
+
+
+def of_all(
+    algorithm: Algorithm, key: Array, state: State, train: FederatedData, chunk: int | None, once: bool = False
+) -> Any:
     """The round of a stage, `(state, infos)`: of some clients after the other where the examples stay on the host.
 
-    All of them travel at once for a stage whose clients send something, which is to be added up.
+    All of them travel at once for a stage whose clients send something, which is to be added up. `once` is for one that
+    does not follow every evaluation.
     """
-    round = stage(algorithm, chunk, len(jax.tree.leaves(state.server)) < DEEP)
+    round = stage(algorithm, chunk, once and short(state, train))
     if not isinstance(train, data.HostData) or algorithm.aggregate is not aggregators.nothing:
         state, report = round(key, state, train)
         return state, [report.info]
@@ -116,7 +126,7 @@ class Measures:
 
         def personalized(algorithm: Algorithm) -> tuple[State, list[Info]]:
             begun = recipe.enter(algorithm, self.k_tune, model, self.train)
-            return of_all(algorithm, self.k_tune, begun, self.train, self.chunk)
+            return of_all(algorithm, self.k_tune, begun, self.train, self.chunk, once=True)
 
         if recipe.personalize is None:
             tuned, tables = bool(tree.finite(state.clients)), self.kept(state)

@@ -37,8 +37,9 @@ def named(name: str) -> Any:
 
     The attribute is a body, an instance of a `flax.linen.Module` or a `base.Model`; or makes one: a class of such
     modules, or a function. What makes one is called with two arguments, each only where the setting asks for it, and
-    then it must take them: `dtype`, of its computations, for another precision than float32; and, of what makes a
-    `base.Model`, `preprocess`, as `from_flax` has it, for pixels, crops and flips. A module is handed to `from_flax`.
+    then it must take them: `dtype`, of its computations, for another precision than float32; and, of a function that
+    makes a `base.Model`, `preprocess`, as `from_flax` has it, for pixels, crops and flips. A module is handed to
+    `from_flax`.
 
     Args:
       name: of the model.
@@ -61,11 +62,6 @@ def named(name: str) -> Any:
             f'{checks.shown(found)}'
         )
     return found
-
-
-def convolutional(name: str) -> bool:
-    """Whether the form of its convolutions is the library's choice."""
-    return name in MODELS and name not in DENSE
 
 
 def build(
@@ -94,27 +90,32 @@ def build(
     made = named(name)
     if name in MODELS:
         norms = {'norm': norm} if name.startswith(('resnet', 'mobilenet')) else {}
-        form = {} if conv is None or not convolutional(name) else {'conv': conv}
+        form = {} if conv is None or name in DENSE else {'conv': conv}
         return models.from_flax(made(dtype=jnp.dtype(precision), **norms, **form), preprocess)
     ready = isinstance(made, Model | nn.Module)
     names, several = (set(), False) if ready else own.takes(made)
     given: dict[str, Any] = {} if precision == 'float32' else {'dtype': jnp.dtype(precision)}
     if given and 'dtype' not in names and not several:
         raise ValueError(f'model {name}: for precision {precision!r} it must be made by what takes `dtype`')
-    if preprocess is not None and 'preprocess' in names:
-        given, preprocess = {**given, 'preprocess': preprocess}, None
+    module = isinstance(made, type) and issubclass(made, nn.Module)  # which has no say in what batches go through
+    handed = preprocess is not None and not module and 'preprocess' in names
+    if handed:
+        given['preprocess'] = preprocess
     if not ready:
         try:
             made = made(**given)
-        except TypeError as error:
-            raise ValueError(f'model {name}: {error}') from error
-    if isinstance(made, nn.Module):
+        except Exception as error:  # whatever a function of somebody else's raises
+            said = ' '.join(f'{type(error).__name__}: {error}'.split())
+            advice = ': hand an nnx module to models.from_nnx in a function' if 'rngs' in said else ''
+            raise ValueError(f'model {name}: {said}{advice}') from error
+    if isinstance(made, nn.Module) and not handed:
         return models.from_flax(made, preprocess)
     if not isinstance(made, Model):
-        raise ValueError(f'model {name} made {checks.shown(made)}, not a flax.linen.Module or a base.Model')
-    if preprocess is not None:
+        kind = 'a base.Model, as what takes `preprocess` must' if handed else 'a flax.linen.Module or a base.Model'
+        raise ValueError(f'model {name} made {checks.shown(made)}, not {kind}')
+    if preprocess is not None and not handed:
         raise ValueError(
-            f'model {name}: a base.Model prepares its batches itself: for pixels, crop and flip it must be a function '
-            'that takes `preprocess`'
+            f'model {name}: a base.Model prepares its batches itself: for pixels, crop and flip it must be made by a '
+            'function that names `preprocess` among its arguments'
         )
     return made

@@ -20,16 +20,18 @@ def attribute(what: str, name: str) -> Any:
       The attribute of the module.
 
     Raises:
-      ValueError: for a module that cannot be imported or has no such attribute.
+      ValueError: for a file, and a module that cannot be imported or has no such attribute.
     """
     module, _, attribute = name.partition(':')
+    if not module or module.startswith('.') or module.endswith('.py') or {'/', '\\'} & set(name):
+        raise ValueError(f"{what} {name}: name a module as `import` does, 'package.module:attribute', and no file")
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # whatever a module raises as it is imported
+    except (Exception, SystemExit) as error:  # whatever a module raises as it is imported
         advice = ': is its folder in PYTHONPATH?' if isinstance(error, ModuleNotFoundError) else ''
         said = ' '.join(f'{type(error).__name__}: {error}'.split())
         raise ValueError(f'{what} {name}: {said}{advice}') from error
-    provenance.running(name)  # before the file changes
+    provenance.running(name)  # before the file changes; of a module that was imported before, it may have
     if not hasattr(found, attribute):
         raise ValueError(f'{what} {name}: the module {module} has no {checks.shown(attribute)}')
     return getattr(found, attribute)

@@ -154,9 +154,11 @@ def chosen(setting: Setting, scene: Scene, out: Path, chunk: int | None, tune: b
     if not tune:
         return tuning.Choice(chunk=chunk)
     choices = tuning.candidates(
-        setting.cohort or setting.clients, convolutions=networks.convolutional(setting.model),
+        setting.cohort or setting.clients, convolutions=setting.model not in networks.DENSE,
         batch_size=setting.batch_size, sizes=scene[1].size,
     )  # fmt: skip
+    if setting.model not in networks.MODELS:  # whose convolutions, if there are any, have a form of their own
+        choices = [choice for choice in choices if choice.conv is None]
     if chunk is not None:
         choices = [choice._replace(chunk=chunk) for choice in choices]
     found = tuning.fastest(

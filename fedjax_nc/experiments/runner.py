@@ -108,7 +108,7 @@ def carry_out(
 def outdated(run: Run, out: str | Path, data_dir: str | Path | None = None) -> str:
     """What of one's own has changed since the run was begun, for a sentence; '' if nothing, as far as is known.
 
-    Of a method it is the file that is named, not those that it imports.
+    Of a method and a model it is the file that is named, not those that it imports.
     """
     path = where(run, out) / 'config.json'
     if not isinstance(run.setting, Setting) or not path.exists():

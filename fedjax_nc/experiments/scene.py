@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedjax_nc import checks, data, local, simulate, tuning
+from fedjax_nc._differences import in_one_line
 from fedjax_nc.base import FederatedData
 from fedjax_nc.data import containers, hub, images
 from fedjax_nc.data.partition import Parts
@@ -44,6 +45,10 @@ def misfit(setting: Setting, scene: Scene) -> ValueError | None:
         jax.eval_shape(lambda key: simulate.init(recipe.train, key, train), checks.seeded(0))
     except ValueError as error:
         return error.with_traceback(None)  # whose frames hold the data
+    except Exception as error:  # whatever a user's own part raises
+        if ':' not in f'{setting.model}{setting.algorithm}':
+            raise
+        return ValueError(in_one_line(error))
     return None
 
 

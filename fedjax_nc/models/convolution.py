@@ -50,8 +50,8 @@ def compiler_options(once: bool = False) -> dict[str, Any]:
     `conv_sequential` needs them: a round of FedAvg's CNN took 2.7 s with them and 6.6 s without (jax 0.10.2).
 
     Args:
-        once: for a program that runs a few times and is not deep: it compiles in about 0.6 of the time, and may then
-            take 1.25 of the time to run. ResNet-20's takes longer to compile.
+        once: for a program that runs a few times, and shortly, and is not deep: it compiles in about 0.6 of the time,
+            and may then take 1.5 of the time to run. ResNet-20's takes longer to compile.
     """
     if jax.default_backend() != 'cpu':
         return {}

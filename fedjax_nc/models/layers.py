@@ -26,6 +26,17 @@ def max_pool(x: Array, window: int) -> Array:
 
 
 def _max_pool_forward(x: Array, window: int) -> tuple[Array, tuple[Array, Array]]:
+    if x.dtype == jnp.bfloat16:
+        # A TPU's compiler copies such images for their tiles (its estimates in `benchmarks/README.md`).
+        forms = {'tpu': _largest_in_float32, 'default': _largest}
+        best, where = lax.platform_dependent(x, **{k: functools.partial(f, window=window) for k, f in forms.items()})
+    else:
+        best, where = _largest(x, window)
+    return best, (where, jnp.zeros((*x.shape[1:3], 0), x.dtype))  # the empty array only carries the shape
+
+
+def _largest(x: Array, window: int) -> tuple[Array, Array]:
+    """The largest value of each tile and its place in it, counted row by row."""
     b, height, width, c = x.shape
     h, w = height // window, width // window
     tiles = x[:, : h * window, : w * window].reshape(b, h, window, w, window, c)
@@ -35,7 +46,12 @@ def _max_pool_forward(x: Array, window: int) -> tuple[Array, tuple[Array, Array]
         value = tiles[:, :, k // window, :, k % window]
         where = jnp.where(value > best, small(k), where)
         best = jnp.maximum(best, value)
-    return best, (where, jnp.zeros((height, width, 0), x.dtype))  # the empty array only carries the shape
+    return best, where
+
+
+def _largest_in_float32(x: Array, window: int) -> tuple[Array, Array]:
+    best, where = _largest(x.astype(jnp.float32), window)
+    return best.astype(x.dtype), where
 
 
 def _max_pool_backward(window: int, residual: tuple[Array, Array], g: Array) -> tuple[Array]:
@@ -230,10 +246,17 @@ def _normalise_forward(
     kept = keep.reshape(-1, *[1] * (x.ndim - 1))
     if not image:  # so little is read twice at no cost, and few rows may lie far closer together than to any guess
         near = jnp.sum(jnp.where(kept, values, 0), 0) / jnp.maximum(n, 1)
-    # Rows are left out after the sums over their images, and the two sums share nothing: so no array as large as x
-    # comes between it and them.
-    sums = jnp.sum(values, image), jnp.sum((values - near) ** 2, image)
-    mean, second = (jnp.sum(jnp.where(keep[:, None], u, 0), 0) / jnp.maximum(n, 1) for u in sums)
+
+    def rows_last(values: Array, near: Array) -> tuple[Array, ...]:
+        # The two sums share nothing: so no array as large as x comes between it and them.
+        sums = jnp.sum(values, image), jnp.sum((values - near) ** 2, image)
+        return tuple(jnp.sum(jnp.where(keep[:, None], u, 0), 0) for u in sums)
+
+    def at_once(values: Array, near: Array) -> tuple[Array, ...]:  # with fewer operations, which cost a TPU more
+        return tuple(jnp.sum(jnp.where(kept, u, 0), (0, *image)) for u in (values, (values - near) ** 2))
+
+    sums = lax.platform_dependent(values, near, tpu=at_once, default=rows_last)
+    mean, second = (u / jnp.maximum(n, 1) for u in sums)
     var = jnp.maximum(second - jnp.where(n > 0, mean - near, 0) ** 2, 0)
     inverse = lax.rsqrt(var + EPS)
     y = (values - mean) * (inverse * scale) + bias
