@@ -228,7 +228,7 @@ def test_clients_count_as_asked_where_the_factory_can_say_so(tmp_path):
         ),
         ('steps.broken:algorithm', "No module named 'nothing_of_that_name'"),
         ('steps.wrong:algorithm', 'SyntaxError: invalid syntax'),
-        (':algorithm', 'algorithm :algorithm: ValueError'),
+        (':algorithm', 'algorithm :algorithm: name a module as `import` does'),
         ('steps.halved:', "the module steps.halved has no ''"),
         ('steps.halved:algoritm', "the module steps.halved has no 'algoritm'"),
         ('steps.halved:number', r'must be a recipes.Method, or a factory \(task, client_opt, .*, not 3'),

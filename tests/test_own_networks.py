@@ -183,7 +183,8 @@ def test_precision_and_pixels_reach_what_takes_them():
 
 def test_one_that_breaks_is_told_and_others_go_on(tmp_path, capsys):
     table = {
-        'seeds': 1, 'base': {**DIGITS, 'algorithm': 'fedavg', 'rounds': 1},
+        'title': 'Mine', 'seeds': [0], 'metrics': {'general': 'global_accuracy'},
+        'setting': {**DIGITS, 'algorithm': 'fedavg', 'rounds': 1},
         'methods': {'MLP': {'model': 'mlp'}, 'Flat': {'model': 'bodies.small:Flat'}},
     }  # fmt: skip
     (left,) = runner.carry_out(Study.of(table, 'mine'), tmp_path)

@@ -390,6 +390,9 @@ def test_states_are_compared_by_what_they_are():
         def __hash__(self):
             return 0
 
+        def __call__(self):
+            pass
+
     kept = jax.tree_util.Partial(Kind(), jnp.zeros(3))
     assert checks.kept('`client`', kept, jax.tree_util.Partial(Kind(), jnp.ones(3))) is not None
     with pytest.raises(ValueError, match=r'another kind than it was given: .*\. A state keeps its structure'):

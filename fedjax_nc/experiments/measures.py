@@ -29,7 +29,7 @@ def stage(algorithm: Algorithm, chunk: int | None, once: bool) -> Callable[..., 
 def short(state: State, train: FederatedData) -> bool:
     """Whether a stage that runs once a run spends its time in the compiler."""
     arrays = jax.tree.leaves(state.server)
-    return len(arrays) < DEEP and sum(u.size for u in arrays) * int(np.sum(train.size, dtype=np.int64)) < LONG
+    return len(arrays) < DEEP and sum(u.size for u in arrays) * int(np.asarray(train.size).sum(dtype=np.int64)) < LONG
 
 
 def of_all(
