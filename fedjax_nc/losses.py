@@ -138,6 +138,7 @@ def positive(logits: Array, labels: Array, counts: Array | None = None, *, targe
 def _true_logit(logits: Array, labels: Array) -> Array:
     """The logit of each example's true class: [B, C] and [B] to [B] float32; NaN where there is no such class."""
     _fitting(logits, labels)
+    labels = jnp.asarray(labels)
     if jnp.iinfo(labels.dtype).bits < 32:  # which may have no number for the classes
         labels = labels.astype(jnp.int32)
     classes = jnp.arange(logits.shape[1], dtype=labels.dtype)

@@ -1,3 +1,5 @@
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,8 @@ def test_labels_of_few_bits_are_classes(dtype, classes):
     expected = losses.cross_entropy(logits, labels)
     for values in (losses.cross_entropy, jax.jit(losses.cross_entropy)):
         np.testing.assert_allclose(values(logits, jnp.asarray(labels, dtype)), expected, rtol=1e-6)
+    with warnings.catch_warnings(action='error'):
+        np.testing.assert_array_equal(losses.cross_entropy(logits, labels.astype(np.int64)), expected)
     if dtype == 'int8':
         assert np.isnan(jax.jit(losses.cross_entropy)(logits, jnp.full(4, -1, jnp.int8))).all()
 
