@@ -56,6 +56,7 @@ class FederatedData(NamedTuple):
 
         `client == num_clients` is nobody: a shard of size 0, whose `counts` are 0.
         """
+        client = jnp.asarray(client, jnp.int32)
         real = client < self.num_clients
         row = jnp.minimum(client, self.num_clients - 1)
         size = jnp.where(real, self.size[row], 0)

@@ -139,6 +139,16 @@ def labels(name: str, y: Any, length: int | None = None, classes: int | None = N
         raise ValueError(f'{name} must lie in [0, {most}), and they go from {low} to {high}{advice}')
 
 
+def widened(numbers: Array) -> Array:
+    """Integers of at least 32 bits: those of 8 hold no number of a class or client beyond, and comparisons would wrap.
+
+    Args:
+      numbers: of any integer type, of NumPy, too.
+    """
+    numbers = jnp.asarray(numbers)
+    return numbers.astype(jnp.int32) if jnp.iinfo(numbers.dtype).bits < 32 else numbers
+
+
 def rows(name: str, values: Any, ndim: int = 2, length: int | None = None) -> None:
     """Refuses an array of another number of axes, or with another number of rows.
 

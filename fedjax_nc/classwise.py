@@ -29,7 +29,7 @@ def sums(z: Array, y: Array, weight: Array, classes: int) -> tuple[Array, Array]
       ValueError: as all of this module, for other shapes than [n, D], [n] and [n], or labels that are no integers.
     """
     check_rows(z, y, weight)
-    share = jax.nn.one_hot(y, classes, dtype=jnp.float32) * weight[:, None]
+    share = jax.nn.one_hot(checks.widened(y), classes, dtype=jnp.float32) * weight[:, None]
     z = jnp.where(weight[:, None] > 0, z.astype(jnp.float32), 0.0)
     return jnp.matmul(share.T, z, precision='highest'), jnp.sum(share, axis=0)
 

@@ -138,9 +138,7 @@ def positive(logits: Array, labels: Array, counts: Array | None = None, *, targe
 def _true_logit(logits: Array, labels: Array) -> Array:
     """The logit of each example's true class: [B, C] and [B] to [B] float32; NaN where there is no such class."""
     _fitting(logits, labels)
-    labels = jnp.asarray(labels)
-    if jnp.iinfo(labels.dtype).bits < 32:  # which may have no number for the classes
-        labels = labels.astype(jnp.int32)
+    labels = checks.widened(labels)
     classes = jnp.arange(logits.shape[1], dtype=labels.dtype)
     # By a comparison: the gradient of a gather is a scatter, which takes longer, to compile and on a TPU to compute.
     picked = jnp.sum(jnp.where(labels[:, None] == classes, logits.astype(jnp.float32), 0.0), axis=-1)

@@ -417,6 +417,7 @@ def named_cohort(ids: Array, population: int) -> Array:
         if len(twice):
             raise ValueError(f'ids must be distinct, and client {twice[0]} is there more than once')
         return jnp.asarray(given, jnp.int32)
+    ids = checks.widened(ids)
     ids = jnp.where((ids < 0) | (ids > population), population, ids).astype(jnp.int32)
     order = jnp.argsort(ids)  # stable: the first of equals stays
     again = jnp.concatenate([jnp.zeros(1, bool), ids[order][1:] == ids[order][:-1]])[: len(ids)]

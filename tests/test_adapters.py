@@ -12,7 +12,7 @@ import pytest
 import toys
 from flax import nnx
 
-from fedjax_nc import evaluate, heads, losses, models, simulate
+from fedjax_nc import evaluate, heads, local, losses, models, simulate
 from fedjax_nc.algorithms import fedavg, fedbn, fedetf
 from fedjax_nc.objective import objective
 
@@ -533,3 +533,24 @@ def test_a_classifier_is_known_where_gradients_compute_it_again():
     model = models.from_flax(nn.remat(Classifier)())
     with pytest.raises(ValueError, match='ends in a dense layer'):
         objective(model, heads.etf(), losses.cross_entropy).init(KEY, toys.ragged((9, 8)))
+
+
+def test_counters_of_linen_are_means_of_clients():
+    class Counting(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            steps = self.variable('batch_stats', 'steps', lambda: jnp.int32(0))
+            if train and not self.is_initializing():
+                steps.value += 1
+            return nn.relu(nn.Dense(8)(x))
+
+    task = objective(models.from_flax(Counting()), heads.linear(), losses.cross_entropy)
+    plan = local.Plan(batch_size=10, epochs=1)
+    algorithm = fedavg.algorithm(task, toys.opt, plan=plan)
+    data = toys.ragged([10, 20, 30])
+    state = simulate.init(algorithm, KEY, data)
+    run = simulate.several(simulate.make_round(algorithm))
+    found, _ = run(jax.random.split(KEY, 2), state, data)
+    steps = found.server.variables.stats['steps']
+    assert steps.dtype == jnp.float32
+    np.testing.assert_allclose(steps, 2 * (1 * 10 + 2 * 20 + 3 * 30) / 60, rtol=1e-6)

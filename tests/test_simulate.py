@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import aggregators, checks, local, losses, population, privacy, simulate
+from fedjax_nc import aggregators, checks, classwise, local, losses, population, privacy, simulate
 from fedjax_nc.algorithms import fedavg, fedprox
 from fedjax_nc.base import State
 from fedjax_nc.data import federated, host
@@ -438,3 +438,16 @@ def test_lanes_of_a_cohort_are_even():
             chunks = -(-clients // lanes)
             assert 1 <= lanes <= min(most, clients)
             assert chunks * lanes - clients < chunks  # no chunk has two lanes less than another, or one divides
+
+
+@pytest.mark.parametrize('dtype', ['uint8', 'int8', 'uint32', 'int32'])
+def test_clients_may_be_named_by_numbers_of_few_bits(dtype):
+    data = toys.ragged([2, 3] * 150)
+    ids = jnp.array([1, 2, 100], dtype)
+    assert [int(data.shard(i).size) for i in ids] == [3, 2, 2]
+    algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    state = simulate.init(algorithm, toys.KEY, data)
+    _, report = jax.jit(simulate.make_round(algorithm))(toys.KEY, state, data, ids)
+    assert sorted(report.ids.tolist()) == [1, 2, 100]
+    counted = classwise.sums(jnp.ones((6, 2)), jnp.array([0, 44, 44, 99, 127, 1], dtype), jnp.ones(6), 300)[1]
+    np.testing.assert_array_equal(counted, np.bincount([0, 44, 44, 99, 127, 1], minlength=300))

@@ -155,7 +155,7 @@ def _drawn(key: Array, own: Shard, draw: int, repeats: int) -> Array:
 
     def once(key: Array) -> Array:
         order = jnp.lexsort((jax.random.uniform(key, label.shape), label))  # class by class, each shuffled
-        rank = jnp.zeros_like(label).at[order].set(jnp.arange(len(label)))
+        rank = jnp.zeros_like(label).at[order].set(jnp.arange(len(label), dtype=label.dtype))
         return real & (rank - first[own.y] < draw)
 
     share = jnp.mean(jax.vmap(once)(jax.random.split(key, repeats)), axis=0)

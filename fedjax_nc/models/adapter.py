@@ -40,8 +40,9 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
 
     Its `__call__` is told what it asks for by name: `train`, `training` or `is_training`, or else `deterministic`; and
     `mask [B]`, which is False for rows that are padding. Of an `nn.Sequential` the first layer is. The collection
-    'batch_stats', if any, becomes the `stats`, otherwise they are (). `nn.BatchNorm` is given the mask in any case.
-    Dropout draws from the key 'dropout', and what asks for a key by another name from 'params'.
+    'batch_stats', if any, becomes the `stats`, otherwise they are (); its counters and flags are float32 there, because
+    means are taken of them. `nn.BatchNorm` is given the mask in any case. Dropout draws from the key 'dropout', and
+    what asks for a key by another name from 'params'.
 
     Args:
         module: the body: an instance of a `flax.linen.Module`.
@@ -98,7 +99,7 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
             raise ValueError(
                 f"{type(module).__name__} keeps {', '.join(others)}: only 'params' and 'batch_stats' travel"
             )
-        return variables.get('params', {}), variables.get('batch_stats', ())
+        return variables.get('params', {}), as_values(variables.get('batch_stats', ()))
 
     def apply(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
         variables = {'params': params, 'batch_stats': stats} if stats else {'params': params}
@@ -106,7 +107,7 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
             return call(variables, x, mask, False, None), stats
         rngs = {'dropout': key, 'params': jax.random.fold_in(key, 1)}  # flax looks there for names that it has not got
         z, updated = call(variables, x, mask, True, None, mutable=['batch_stats'], rngs=rngs)
-        return z, updated['batch_stats'] if stats else stats
+        return z, as_values(updated['batch_stats']) if stats else stats
 
     return modelled(init, apply, preprocess)
 
@@ -288,7 +289,9 @@ def _attributes(module: Any) -> Iterator[str]:
 
 def as_values(state: Tree) -> Tree:
     """State of a module as `stats`, whose means are taken: counters and flags become float32."""
-    return jax.tree.map(lambda u: u if jnp.issubdtype(u.dtype, jnp.inexact) else u.astype(jnp.float32), state)
+    return jax.tree.map(
+        lambda u: u if jnp.issubdtype(jnp.result_type(u), jnp.inexact) else jnp.asarray(u, jnp.float32), state
+    )
 
 
 def as_state(stats: Tree, like: Tree) -> Tree:
