@@ -396,6 +396,12 @@ LATER = {
         lambda: simulate.make_round(PLAIN._replace(aggregate=None)),
         '`aggregate` of an algorithm must be an Aggregator, such as aggregators.mean, not NoneType',
     ),
+    'test images of another size': (
+        lambda: evaluate.generic(
+            CNN, simulate.init(CNN, toys.KEY, federate(*images(28), [np.arange(4)])), *images(24), 2
+        ),
+        r'examples of the shape \(24, 24, 3\), as they come from `preprocess`, do not fit these parameters: .*kernel',
+    ),
     'a run for a state': (
         lambda: evaluate.generic(PLAIN, training.Run((), [], 0.0, 0.0), SINGLE.x, SINGLE.y, 5),
         'state must be a State, .* or the state of a training.Run, not Run',
@@ -422,6 +428,13 @@ LATER = {
 }
 PLAIN = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 COUNTING = PLAIN._replace(init_client=lambda key, server: jnp.zeros(3))
+CNN = fedavg.algorithm(
+    objective(models.from_flax(models.McMahanCNN()), heads.linear(), losses.cross_entropy), toys.opt, plan=toys.PLAN
+)
+
+
+def images(side):
+    return np.zeros((4, side, side, 3), np.uint8), np.arange(4, dtype=np.int32) % 2
 
 
 def played(algorithm, rounds=1):

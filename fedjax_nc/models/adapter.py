@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,8 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
 
     Raises:
         ValueError: if `module` is no such instance, or `preprocess` no function; on `init`, if there is no submodule
-            `classifier`, or the module has variables other than 'params' and 'batch_stats'.
+            `classifier`, or the module has variables other than 'params' and 'batch_stats'; and for examples that do
+            not fit the parameters.
 
     Example:
         >>> import jax
@@ -87,8 +89,14 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
                 kwargs = masked(kwargs, mask, first(args, kwargs))
             return call(*args, **kwargs)
 
-        with nn.intercept_methods(intercept):
-            return kwargs.pop('by', module.apply)(variables, x, **named(mask, train), **kwargs)
+        try:
+            with nn.intercept_methods(intercept):
+                return kwargs.pop('by', module.apply)(variables, x, **named(mask, train), **kwargs)
+        except flax.errors.ScopeParamShapeError as error:
+            raise ValueError(
+                f'examples of the shape {x.shape[1:]}, as they come from `preprocess`, do not fit these parameters: '
+                f'{str(error).partition(" (http")[0]}'
+            ) from error
 
     def init(key: Array, x: Array) -> tuple[Tree, Tree]:
         met: list[str] = []
