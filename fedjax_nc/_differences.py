@@ -80,7 +80,7 @@ def unsound(a: Tree, first: State | None) -> str:
     return ''
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """An exception in one line."""
     lines = str(error).strip().splitlines() or ['']
     text = f'{type(error).__name__}: {lines[0]}'.rstrip(': ')

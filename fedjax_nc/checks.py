@@ -140,7 +140,7 @@ def labels(name: str, y: Any, length: int | None = None, classes: int | None = N
 
 
 def widened(numbers: Array) -> Array:
-    """Integers of at least 32 bits: those of 8 hold no number of a class or client beyond, and comparisons would wrap.
+    """The numbers in at least 32 bits: in 8, a class or client beyond would wrap where they are compared with it.
 
     Args:
       numbers: of any integer type, of NumPy, too.

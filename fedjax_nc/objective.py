@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_nc import checks
+from fedjax_nc._differences import in_one_line
 from fedjax_nc.base import Array, Batch, FederatedData, Head, Loss, Model, Objective, Tree, Variables
 from fedjax_nc.models.classifier import classifies
 
@@ -71,13 +72,13 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
         logits = _shape_of(lambda z: head.logits(params, fixed, z), 'logits [B, C]', 2, z)
         y, counts = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, data.num_classes))
         try:
-            jax.eval_shape(loss, logits, y, counts)
+            each = jax.eval_shape(loss, logits, y, counts)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 'the loss is called with logits [B, C], labels [B] and counts [C], as losses.cross_entropy is, and '
-                f'says: {str(error).splitlines()[0]}'
+                f'says: {in_one_line(error)}'
             ) from error
-        _shape_of(loss, 'one loss for each example [B], whose mean the objective takes', 1, logits, y, counts)
+        _shaped(each, 'one loss for each example [B], whose mean the objective takes', 1)
         low = {str(u.dtype) for u in jax.tree.leaves((body, params)) if u.dtype in (jnp.bfloat16, jnp.float16)}
         if low:
             raise ValueError(
@@ -106,7 +107,11 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
 
 def _shape_of(fn: Callable[..., Array], what: str, ndim: int, *args: Any) -> jax.ShapeDtypeStruct:
     """What a function of a batch of two returns, without computing it; refused if it is not `ndim` axes of two rows."""
-    out = jax.eval_shape(fn, *args)
+    return _shaped(jax.eval_shape(fn, *args), what, ndim)
+
+
+def _shaped(out: Any, what: str, ndim: int) -> jax.ShapeDtypeStruct:
+    """Refuses what is not `ndim` axes of two rows."""
     shape = getattr(out, 'shape', None)
     if shape is None or len(shape) != ndim or shape[0] != 2:
         found = f'the shape {shape}' if shape is not None else f'a {type(out).__name__}'

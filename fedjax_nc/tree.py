@@ -96,15 +96,20 @@ def finite(a: Tree) -> Array:
 
 def finite_rows(a: Tree) -> Array:
     """Whether each row of `a` is free of NaN and infinity, over all leaves [n, ...]: [n] bool; [] without floats."""
-    # A maximum, which NaN passes through: XLA's CPU backend takes three times as long to combine booleans.
-    each = [jnp.max(jnp.abs(u).reshape(len(u), -1), axis=1, initial=0) < jnp.inf for u in _floats(a)]
-    return functools.reduce(jnp.logical_and, each, jnp.array(True))
+    return functools.reduce(jnp.logical_and, [u < jnp.inf for u in _largest(a)], jnp.array(True))
 
 
 def nan_rows(a: Tree) -> Array:
     """Whether each row of `a` holds NaN, over all leaves [n, ...]: [n] bool; [] without floats."""
-    each = [jnp.isnan(jnp.max(jnp.abs(u).reshape(len(u), -1), axis=1, initial=0)) for u in _floats(a)]
-    return functools.reduce(jnp.logical_or, each, jnp.array(False))
+    return functools.reduce(jnp.logical_or, [jnp.isnan(u) for u in _largest(a)], jnp.array(False))
+
+
+def _largest(a: Tree) -> list[Array]:
+    """The largest size of a number in each row of each leaf, [n]; of a row with NaN it is NaN.
+
+    Of booleans of all numbers a CPU would make a round of small models 4 % longer.
+    """
+    return [jnp.max(jnp.abs(u).reshape(len(u), -1), axis=1, initial=0) for u in _floats(a)]
 
 
 def _floats(a: Tree) -> list[Array]:

@@ -390,7 +390,7 @@ LATER = {
             toys.KEY,
             SINGLE,
         ),
-        "the loss is called with logits .*, as losses.cross_entropy is, and says: Keyword argument 'axis'",
+        "the loss is called with logits .*, as losses.cross_entropy is, and says: ValueError: Keyword argument 'axis'",
     ),
     'an algorithm that adds nothing up': (
         lambda: simulate.make_round(PLAIN._replace(aggregate=None)),

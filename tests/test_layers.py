@@ -313,6 +313,17 @@ def test_max_pool_equals_flax(shape, window, ties):
     np.testing.assert_array_equal(vmapped[1], want_back(g)[0])
 
 
+@pytest.mark.parametrize('shape', [(5, 3, 4, 2), (5, 2)])
+def test_both_ways_to_sum_the_kept_rows_agree(shape):
+    x, near, keep = normal(0, *shape), normal(1, shape[-1]), np.array([1, 0, 1, 1, 0], bool)
+    x = x.at[1].set(jnp.nan)  # a row that is left out
+    rows = np.asarray(x, np.float64)[keep].reshape(-1, shape[-1])
+    expected = rows.sum(0), ((rows - np.asarray(near)) ** 2).sum(0)
+    for form in (layers._kept_sums, layers._sums_of_kept):
+        for found, right in zip(form(x, keep, near), expected, strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
+
+
 def test_tiles_are_the_same_in_float32():
     # With ties, which bfloat16 makes of these numbers, and a NaN.
     x = jnp.round(normal(0, 3, 7, 6, 5) * 4).astype(jnp.bfloat16).at[1, 2, 3, 4].set(jnp.nan)

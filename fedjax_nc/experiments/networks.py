@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from fedjax_nc import checks, models
+from fedjax_nc._differences import in_one_line
 from fedjax_nc.base import Model
 from fedjax_nc.experiments import own
 from fedjax_nc.models.adapter import Preprocess
@@ -105,7 +106,7 @@ def build(
         try:
             made = made(**given)
         except Exception as error:  # whatever a function of somebody else's raises
-            said = ' '.join(f'{type(error).__name__}: {error}'.split())
+            said = in_one_line(error)
             advice = ': hand an nnx module to models.from_nnx in a function' if 'rngs' in said else ''
             raise ValueError(f'model {name}: {said}{advice}') from error
     if isinstance(made, nn.Module) and not handed:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fedjax_nc import checks
+from fedjax_nc._differences import in_one_line
 from fedjax_nc.experiments import provenance
 
 
@@ -29,8 +30,7 @@ def attribute(what: str, name: str) -> Any:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # whatever a module raises as it is imported
         advice = ': is its folder in PYTHONPATH?' if isinstance(error, ModuleNotFoundError) else ''
-        said = ' '.join(f'{type(error).__name__}: {error}'.split())
-        raise ValueError(f'{what} {name}: {said}{advice}') from error
+        raise ValueError(f'{what} {name}: {in_one_line(error)}{advice}') from error
     provenance.running(name)  # before the file changes; of a module that was imported before, it may have
     if not hasattr(found, attribute):
         raise ValueError(f'{what} {name}: the module {module} has no {checks.shown(attribute)}')

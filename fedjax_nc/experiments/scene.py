@@ -46,7 +46,7 @@ def misfit(setting: Setting, scene: Scene) -> ValueError | None:
     except ValueError as error:
         return error.with_traceback(None)  # whose frames hold the data
     except Exception as error:  # whatever a user's own part raises
-        if ':' not in f'{setting.model}{setting.algorithm}':
+        if setting.model in networks.MODELS and setting.algorithm in recipes.RECIPES:
             raise
         return ValueError(in_one_line(error))
     return None

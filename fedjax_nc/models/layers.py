@@ -28,8 +28,8 @@ def max_pool(x: Array, window: int) -> Array:
 def _max_pool_forward(x: Array, window: int) -> tuple[Array, tuple[Array, Array]]:
     if x.dtype == jnp.bfloat16:
         # A TPU's compiler copies such images for their tiles (its estimates in `benchmarks/README.md`).
-        forms = {'tpu': _largest_in_float32, 'default': _largest}
-        best, where = lax.platform_dependent(x, **{k: functools.partial(f, window=window) for k, f in forms.items()})
+        forms = (functools.partial(form, window=window) for form in (_largest_in_float32, _largest))
+        best, where = lax.platform_dependent(x, tpu=next(forms), default=next(forms))
     else:
         best, where = _largest(x, window)
     return best, (where, jnp.zeros((*x.shape[1:3], 0), x.dtype))  # the empty array only carries the shape
@@ -246,21 +246,30 @@ def _normalise_forward(
     kept = keep.reshape(-1, *[1] * (x.ndim - 1))
     if not image:  # so little is read twice at no cost, and few rows may lie far closer together than to any guess
         near = jnp.sum(jnp.where(kept, values, 0), 0) / jnp.maximum(n, 1)
-
-    def rows_last(values: Array, near: Array) -> tuple[Array, ...]:
-        # The two sums share nothing: so no array as large as x comes between it and them.
-        sums = jnp.sum(values, image), jnp.sum((values - near) ** 2, image)
-        return tuple(jnp.sum(jnp.where(keep[:, None], u, 0), 0) for u in sums)
-
-    def at_once(values: Array, near: Array) -> tuple[Array, ...]:  # with fewer operations, which cost a TPU more
-        return tuple(jnp.sum(jnp.where(kept, u, 0), (0, *image)) for u in (values, (values - near) ** 2))
-
-    sums = lax.platform_dependent(values, near, tpu=at_once, default=rows_last)
+    sums = lax.platform_dependent(values, keep, near, tpu=_sums_of_kept, default=_kept_sums)
     mean, second = (u / jnp.maximum(n, 1) for u in sums)
     var = jnp.maximum(second - jnp.where(n > 0, mean - near, 0) ** 2, 0)
     inverse = lax.rsqrt(var + EPS)
     y = (values - mean) * (inverse * scale) + bias
     return (y, mean, var, n), (x, kept, scale, mean, inverse, n)
+
+
+def _kept_sums(x: Array, keep: Array, near: Array) -> tuple[Array, Array]:
+    """Sums over the kept rows of x and of its squared distances from `near`, [C] each.
+
+    Rows are left out after the sums over their images, and the two sums share nothing: so no array as large as x comes
+    between it and them.
+    """
+    image = tuple(range(1, x.ndim - 1))
+    first, second = (jnp.sum(jnp.where(keep[:, None], jnp.sum(u, image), 0), 0) for u in (x, (x - near) ** 2))
+    return first, second
+
+
+def _sums_of_kept(x: Array, keep: Array, near: Array) -> tuple[Array, Array]:
+    """The same in fewer operations, each of which takes a TPU its time."""
+    kept = keep.reshape(-1, *[1] * (x.ndim - 1))
+    first, second = (jnp.sum(jnp.where(kept, u, 0), tuple(range(x.ndim - 1))) for u in (x, (x - near) ** 2))
+    return first, second
 
 
 def _normalise_backward(
