@@ -44,38 +44,39 @@ class Row(NamedTuple):
     lanes: str = BEST
     options: str = ''
     seconds: int = 120  # at most
+    flags: str = ''  # XLA's, beside those that are set
 
     @property
     def name(self) -> str:
         own = '' if self.part == 'd' else f' {self.form} {self.lanes}'
-        return f'{self.part} {self.what}{own} {self.options}'.strip()
+        return ' '.join(f'{self.part} {self.what}{own} {self.options} {self.flags}'.split())
 
 
+GRAPHS = '--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL,+CONVOLUTION'  # loops and convolutions in CUDA graphs
+TWO = '--rounds 2'
 ROWS = (  # by priority
-    *(Row('a', 'W1', form, n) for form, n in (('native', '1'), ('native', '5'), ('native', '20'), ('grouped', '5'))),
-    *(Row('a', 'W1', form, n) for form, n in (('grouped', '20'), ('patches', '5'), ('patches', '20'))),
-    *(Row('a', 'W1', form, n) for form, n in (('grouped', '1'), ('patches', '1'))),
-    Row('a', 'W1', options='--precision bfloat16'),
-    Row('b', 'W1', options='--compare pytorch pytorch-channels-last', seconds=180),
-    Row('b', 'W1', options='--compare pytorch-graphs', seconds=180),
-    Row('b', 'W1', options='--compare pytorch-compile', seconds=240),
-    Row('b', 'W1', options='--compare pytorch-vmap', seconds=180),
-    *(Row('a', 'W3', 'grouped', n, '--rounds 2', 240) for n in ('5', '1', '4')),  # the first is the default
-    *(Row('a', 'W3', 'native', n, '--rounds 2', 240) for n in ('1', '4', '7')),
-    Row('a', 'W3', 'grouped', '7', '--rounds 2', 240),
-    *(Row('a', 'W3', form, n, '--rounds 2', 240) for form, n in (('patches', '4'), ('native', '20'))),
-    Row('b', 'W3', options='--rounds 2 --compare pytorch pytorch-channels-last', seconds=300),
-    Row('b', 'W3', options='--rounds 2 --compare pytorch-graphs', seconds=240),
-    Row('c', 'W3', options='--rounds 2 --top 30', seconds=240),
+    *(Row('a', 'W1', form, n) for form, n in (('grouped', '5'), ('grouped', '20'), ('native', '20'), ('grouped', '1'))),
+    Row('b', 'W1', options='--compare pytorch pytorch-channels-last pytorch-graphs pytorch-vmap', seconds=240),
+    *(Row('a', 'W3', 'grouped', n, TWO, 240) for n in ('5', '1')),  # the first is the default
+    Row('a', 'W3', 'grouped', '5', TWO, 240, GRAPHS),
+    Row('b', 'W3', options='--rounds 1 --compare pytorch pytorch-channels-last pytorch-graphs', seconds=300),
+    Row('c', 'W3', options='--rounds 1 --top 30', seconds=240),
     Row('d', 'FedETF', seconds=3600),
     Row('d', 'FedAvg', seconds=3600),
-    Row('a', 'W3', options='--rounds 2 --precision bfloat16', seconds=240),
-    Row('b', 'W3', options='--rounds 2 --compare pytorch-compile', seconds=360),
+    Row('a', 'W3', options=f'{TWO} --precision bfloat16', seconds=240),
+    Row('a', 'W1', options='--precision bfloat16'),
+    Row('b', 'W1', options='--compare pytorch-compile', seconds=240),
+    *(Row('a', 'W3', form, n, TWO, 240) for form, n in (('grouped', '4'), ('grouped', '10'), ('native', '5'))),
+    *(Row('a', 'W1', form, n) for form, n in (('native', '1'), ('native', '5'), ('patches', '5'), ('patches', '20'))),
+    Row('a', 'W1', 'grouped', '20', flags=GRAPHS),
+    *(Row('a', 'W3', form, n, TWO, 240) for form, n in (('grouped', '7'), ('native', '1'), ('patches', '4'))),
+    Row('b', 'W3', options=f'{TWO} --compare pytorch-compile', seconds=360),
     Row('b', 'W1', options='--tf32 off --compare pytorch pytorch-channels-last', seconds=180),
-    Row('b', 'W3', options='--rounds 2 --tf32 off --compare pytorch pytorch-channels-last', seconds=300),
+    Row('b', 'W3', options='--rounds 1 --tf32 off --compare pytorch pytorch-channels-last', seconds=300),
     Row('b', 'W1', options='--precision bfloat16 --compare pytorch pytorch-channels-last pytorch-graphs', seconds=240),
     Row('c', 'W1', options='--rounds 5 --top 30', seconds=180),
 )
+KEPT = 400  # operations and kernels of a profile
 WORTH = 60  # seconds: with fewer of them left, only short rows are begun
 TINY = {  # replaces numbers of the workloads for a trial without an accelerator
     'W1': '--clients 4 --samples 8 --batch-size 4 --rounds 1 --torch-threads 1',
@@ -94,7 +95,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = rounds_per_second.Parser(prog='accelerator.py', description=__doc__, formatter_class=form)
     parser.add_argument('--out', type=Path, required=True, help='folder of results, runs and caches')
-    parser.add_argument('--minutes', type=rounds_per_second.count, default=9, help='no row outlasts them')
+    parser.add_argument('--minutes', type=float, default=9.0, help='no row outlasts them')
     parser.add_argument('--part', choices=list('abcd'), nargs='+', default=list('abcd'), help='by default all')
     parser.add_argument('--workload', choices=list(TINY), nargs='+', default=list(TINY), help='of parts a, b and c')
     parser.add_argument('--data-dir', type=Path, help='where CIFAR-10 lies; without it images of a to c are random')
@@ -126,7 +127,7 @@ def write(out: Path, known: dict[str, dict[str, Any]]) -> None:
 
 def best(what: str, known: dict[str, dict[str, Any]]) -> tuple[str, str] | None:
     """Form and lanes of the fastest row of part a in float32."""
-    forms = [row for row in ROWS if (row.part, row.what) == ('a', what) and row.form != BEST]
+    forms = [row for row in ROWS if (row.part, row.what) == ('a', what) and row.form != BEST and not row.flags]
     done = [row for row in forms if known.get(row.name, {}).get('state') == 'done']
     fastest = min(done, key=lambda row: known[row.name]['result']['seconds_per_round'], default=None)
     return (fastest.form, fastest.lanes) if fastest else None
@@ -150,10 +151,10 @@ def command(row: Row, args: argparse.Namespace, known: dict[str, dict[str, Any]]
 
 
 def own(row: Row) -> dict[str, str]:
-    """Settings of a row's process: memory left to PyTorch, and no CUDA graphs where operations are to be named."""
-    if row.part == 'c':
-        return {'XLA_FLAGS': f'{os.environ.get("XLA_FLAGS", "")} --xla_gpu_enable_command_buffer='.strip()}
-    return {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.6'} if row.part == 'b' else {}
+    """Settings of a row's process: its flags, and memory left to PyTorch."""
+    flags = f'{os.environ.get("XLA_FLAGS", "")} {row.flags}'.strip()
+    memory = {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.6'} if row.part == 'b' else {}
+    return memory | ({'XLA_FLAGS': flags} if flags else {})
 
 
 def run_of(row: Row, args: argparse.Namespace) -> study.Run:
@@ -181,7 +182,7 @@ def result(row: Row, args: argparse.Namespace, found: Path) -> dict[str, Any] | 
         return None
     if row.part == 'c':
         (told,) = told['profiles']
-        return told | {name: told[name][:40] for name in ('operations', 'kernels')}
+        return told | {name: told[name][:KEPT] for name in ('operations', 'kernels')}
     return told
 
 

@@ -198,7 +198,7 @@ def start_peers(args: argparse.Namespace, work: Workload, row: Row, path: Path) 
     """The peers asked for that can play this workload."""
     settings = pack(args, work, row, path)
     fit = [peer for peer in dict.fromkeys(args.compare) if side_by_side.fit(peer, settings)]
-    return [side_by_side.Peer(peer, python_of(peer, args), path) for peer in fit]
+    return [peer.ready() for peer in [side_by_side.Peer(peer, python_of(peer, args), path) for peer in fit]]
 
 
 def python_of(peer: str, args: argparse.Namespace) -> str:

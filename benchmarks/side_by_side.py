@@ -3,6 +3,7 @@
 What a worker must answer is told in `peers/serving.py`.
 """
 
+import contextlib
 import json
 import statistics
 import subprocess
@@ -79,7 +80,10 @@ def fit(peer: str, settings: dict[str, Any]) -> bool:
 
 
 class Peer:
-    """A worker process. One that fails is left out from then on, which a line on standard error says."""
+    """A worker process. One that fails is left out from then on, which a line on standard error says.
+
+    It begins to load the workload at once; `ready` waits until it has, so that several can do so side by side.
+    """
 
     def __init__(self, peer: str, python: str, workload: Path, folder: Path = WORKERS) -> None:
         (self.name, self.install), self.python = PACKAGES[peer], python
@@ -93,21 +97,33 @@ class Peer:
             )
         except OSError as problem:
             self.leave_out(str(problem))
-        self.versions: dict[str, Any] = self.ask(workload=str(workload), form=form(peer)).get('versions', {})
+        self.versions = dict[str, Any]()
+        self.tell(workload=str(workload), form=form(peer))
+
+    def ready(self) -> 'Peer':
+        """Itself, once it has loaded the workload or failed to."""
+        self.versions = self.answer().get('versions', {})
+        return self
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """The worker's answer; none once it has failed."""
+        self.tell(**command)
+        return self.answer()
+
+    def tell(self, **command: Any) -> None:
+        """Sends a command; whether it has arrived, the answer shows."""
+        if self.process is not None:
+            assert self.process.stdin
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(json.dumps(command) + '\n')
+                self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """What the worker says next; nothing once it has failed."""
         if self.process is None:
             return {}
-        assert self.process.stdin
         assert self.process.stdout
-        try:
-            self.process.stdin.write(json.dumps(command) + '\n')
-            self.process.stdin.flush()
-            answer = self.process.stdout.readline()
-        except BrokenPipeError:
-            answer = ''
-        if answer:
+        if answer := self.process.stdout.readline():
             return json.loads(answer)
         self.close()
         self.log.seek(0)

@@ -191,11 +191,11 @@ def test_commands_are_those_of_the_benchmarks(script, tmp_path):
     args = script.arguments(['--out', str(tmp_path), '--data-dir', 'data', '--torch-python', 'py'])
     compare = next(row for row in script.ROWS if row.part == 'b')
     assert script.command(compare, args, {}, tmp_path) is None  # what is the best form is not known
-    slow, fast = (row.name for row in script.ROWS[1:3])
+    slow, fast = (script.Row('a', 'W1', form, '20').name for form in ('grouped', 'native'))
     found = {name: {'state': 'done', 'result': {'seconds_per_round': s}} for name, s in ((slow, 2.0), (fast, 1.0))}
     options = script.command(compare, args, found, tmp_path)[2:]
     assert options[:6] == ['--workload', 'W1', '--conv', 'native', '--chunk', '20']
-    found |= {script.Row('a', 'W3', 'native', '4', '--rounds 2').name: found[fast]}
+    found |= {script.Row('a', 'W3', 'native', '5', '--rounds 2').name: found[fast]}
     profile_round = importlib.import_module('profile_round')
     for row in script.ROWS:
         args.tiny = row.part != 'd'

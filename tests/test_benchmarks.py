@@ -96,7 +96,7 @@ serving.Channel().serve(Fake())
 
 def fake(bench, folder, source):
     (folder / 'pfl_worker.py').write_text(f'import sys; sys.path.append({str(SCRIPT.parent / "peers")!r}); {source}')
-    return bench.side_by_side.Peer('pfl', sys.executable, folder / 'work.npz', folder)
+    return bench.side_by_side.Peer('pfl', sys.executable, folder / 'work.npz', folder).ready()
 
 
 def test_a_worker_plays_rounds_until_it_fails(bench, tmp_path, capsys):
@@ -120,7 +120,7 @@ def test_a_worker_plays_rounds_until_it_fails(bench, tmp_path, capsys):
 
 def test_a_peer_that_is_not_there_is_left_out_with_one_line(bench, tmp_path, capsys):
     missing = fake(bench, tmp_path, 'import no_such_package')
-    nowhere = bench.side_by_side.Peer('fedjax', str(tmp_path / 'python'), tmp_path / 'work.npz')
+    nowhere = bench.side_by_side.Peer('fedjax', str(tmp_path / 'python'), tmp_path / 'work.npz').ready()
     for peer in (missing, nowhere):
         peer.round([0])
         peer.close()
@@ -164,7 +164,7 @@ def test_a_form_of_pytorch_is_told_to_its_worker(bench, tmp_path):
         'Fake = type("Fake", (), {"versions": {"form": channel.form}}); channel.serve(Fake())'
     )
     for peer, form in (('pytorch', ''), ('pytorch-channels-last', 'channels-last')):
-        started = bench.side_by_side.Peer(peer, sys.executable, tmp_path / 'work.npz', tmp_path)
+        started = bench.side_by_side.Peer(peer, sys.executable, tmp_path / 'work.npz', tmp_path).ready()
         started.close()
         assert started.versions == {'form': form}
     args = bench.arguments(['--peer-python', 'pytorch=a', 'pytorch-vmap=b'])
