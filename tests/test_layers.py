@@ -229,6 +229,55 @@ def test_a_kernel_gradient_stays_one_under_vmap():
     assert windows[conv_native] == 0 < windows[conv_grouped]
 
 
+@pytest.mark.parametrize(
+    ('fold', 'width', 'kernel', 'pads'),
+    [
+        (2, 8, (3, 3, 16, 16), ((1, 1), (1, 1))),
+        (4, 16, (3, 3, 4, 8), ((0, 0), (2, 0))),
+        (4, 12, (5, 5, 3, 6), ((2, 2), (2, 2))),
+        (2, 6, (3, 4, 5, 4), ((1, 1), (1, 2))),
+        (4, 4, (1, 2, 4, 4), ((0, 0), (0, 1))),
+    ],
+)
+def test_pixels_as_channels_have_the_same_kernel_gradients(fold, width, kernel, pads):
+    """Beside sums of products in NumPy, and beside the gradient as it is."""
+    geometry = convolution.Geometry((2, 5, width, kernel[2]), kernel, (1, 1), pads, None)
+    x = normal(0, 3, *geometry.image)
+    height = 5 + sum(pads[0]) - kernel[0] + 1
+    g = normal(1, 3, 2, height, width, kernel[3])
+    got = convolution._folded_kernel_gradients(x, g, geometry, fold)
+    assert_close(got, convolution._kernel_gradients(x, g, geometry))
+    padded = np.pad(np.asarray(x, np.float64), ((0, 0), (0, 0), *pads, (0, 0)))
+    want = np.stack([
+        np.stack([
+            np.einsum('nbhwi,nbhwo->nio', padded[:, :, i : i + height, j : j + width], g) for j in range(kernel[1])
+        ], 1)
+        for i in range(kernel[0])
+    ], 1)  # fmt: skip
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize(('platform', 'folded'), [('cuda', True), ('tpu', False), ('cpu', False)])
+def test_only_gpus_take_pixels_as_channels(platform, folded):
+    x, k = normal(0, 3, 2, 8, 8, 16), normal(1, 3, 3, 3, 16, 16)
+    gradient = lambda k, x, **o: jax.grad(lambda k: jnp.sum(jnp.sin(run(conv_grouped, x, k, **o))))(k)  # noqa: E731
+
+    def text(many, *args, **options):
+        program = functools.partial(gradient, **options)
+        return (
+            jax.jit(jax.vmap(program) if many else program).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        )
+
+    assert ('3x2x8x2x64xf32' in text(True, k, x)) == folded
+    for other in (
+        text(False, k[0], x[0]), text(True, k[:1], x[:1]), text(True, k, x, strides=(2, 2)),
+        text(True, k, x, padding='VALID'), text(True, k.astype(jnp.bfloat16), x.astype(jnp.bfloat16)),
+        text(True, k[:, :1, :1], x), text(True, normal(1, 3, 3, 3, 8, 16), x[..., :8]),
+        text(True, normal(1, 3, 3, 3, 64, 64), normal(0, 3, 2, 8, 8, 64)),
+    ):  # fmt: skip
+        assert '8x2x' not in other
+
+
 @pytest.mark.parametrize(('platform', 'apart'), [('cuda', 0), ('tpu', 2)])
 def test_a_gpu_convolves_no_zeros_between_windows(platform, apart):
     """Of a strided input gradient, which its compiler would write out; a TPU's takes them as they are."""

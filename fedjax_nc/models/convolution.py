@@ -90,8 +90,9 @@ def conv_grouped(lhs: Array, rhs: Array, window_strides: Sequence[int], padding:
     """XLA's own convolution, except that under `vmap` the gradient of a kernel stays one.
 
     Batching the gradient, as `conv_native` does, makes of it a forward convolution with kernels as large as images;
-    here the batched convolution is differentiated, for whose gradient GPU libraries have a kernel. Arguments, result
-    and errors (ValueError) are those of `conv_patches`. Differentiable once, in reverse mode.
+    here the batched convolution is differentiated, for whose gradient GPU libraries have a kernel. On NVIDIA GPUs that of
+    16 or 32 channels is computed with four or two pixels as one. Arguments, result and errors (ValueError) are those of
+    `conv_patches`. Differentiable once, in reverse mode.
     """
     return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), GROUPED)
 
@@ -117,7 +118,9 @@ def conv_onednn(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: 
 
 
 def conv_by_platform(lhs: Array, rhs: Array, window_strides: Sequence[int], padding: Padding, **options: Any) -> Array:
-    """The convolution of models that name none: `conv_onednn` on CPU (measured), `conv_grouped` elsewhere (estimated).
+    """The convolution of models that name none: `conv_onednn` on CPU, `conv_grouped` elsewhere.
+
+    Measured on CPUs and NVIDIA GPUs; on TPUs by compilers' estimates (`benchmarks/README.md`).
 
     The platform is the one that a program is lowered for, whatever the machine on which it is traced: `jax.export` on a
     CPU makes programs for `cuda` and `tpu`. Arguments, result and errors (ValueError) are those of `conv_patches`.
@@ -211,11 +214,49 @@ def _grouped_kernel_gradient(x: Array, g: Array, geometry: Geometry) -> Array:
     @gradient.def_vmap
     def _(size: int, batched: Sequence[bool], x: Array, g: Array) -> tuple[Array, bool]:
         x, g = (u if b else jnp.broadcast_to(u, (size, *u.shape)) for u, b in zip((x, g), batched, strict=True))
-        kernels = jax.ShapeDtypeStruct((size, *geometry.kernel), x.dtype)
-        many = jax.vmap(lambda x, kernel: _grouped(x, kernel, geometry))
-        return jax.linear_transpose(lambda kernels: many(x, kernels), kernels)(g)[0], True
+        fold = _foldable(geometry, x.dtype) if size > 1 else 1
+        if fold == 1:
+            return _kernel_gradients(x, g, geometry), True
+        plain, folded = (functools.partial(_folded_kernel_gradients, geometry=geometry, fold=n) for n in (1, fold))
+        return lax.platform_dependent(x, g, cuda=folded, default=plain), True
 
     return gradient(x, g)
+
+
+def _kernel_gradients(x: Array, g: Array, geometry: Geometry) -> Array:
+    """Those of several kernels, [N, h, w, I, O], from images [N, B, H, W, I] and gradients [N, B, h', w', O]."""
+    kernels = jax.ShapeDtypeStruct((len(x), *geometry.kernel), x.dtype)
+    many = jax.vmap(lambda x, kernel: _grouped(x, kernel, geometry))
+    return jax.linear_transpose(lambda kernels: many(x, kernels), kernels)(g)[0]
+
+
+def _folded_kernel_gradients(x: Array, g: Array, geometry: Geometry, fold: int) -> Array:
+    """`_kernel_gradients` with `fold` neighbours of a row as one pixel of as many times the channels.
+
+    With few channels the matrix units of a GPU stand idle. A kernel for such pixels is three wide, and has a gradient for
+    each two pixels; those of pixels that lie as far apart as the columns of the kernel itself are summed.
+    """
+    if fold == 1:
+        return _kernel_gradients(x, g, geometry)
+    height, width, inputs, outputs = geometry.kernel
+    x, g = (u.reshape(*u.shape[:3], u.shape[3] // fold, fold * u.shape[4]) for u in (x, g))
+    wide = Geometry(
+        x.shape[1:], (height, 3, fold * inputs, fold * outputs), (1, 1), (geometry.pads[0], (1, 1)), geometry.precision
+    )
+    pairs = _kernel_gradients(x, g, wide).reshape(len(x), height, 3 * fold, inputs, fold, outputs)
+    first = fold - geometry.pads[1][0]  # what the kernel's first column meets of the first of `fold` pixels
+    return sum(pairs[:, :, first + i : first + i + width, :, i] for i in range(fold))
+
+
+def _foldable(geometry: Geometry, dtype: jnp.dtype) -> int:
+    """How many pixels of a row are better taken as one: a power of two, for 64 channels (measured on an H200)."""
+    (_, width, inputs, outputs), (left, right) = geometry.kernel, geometry.pads[1]
+    if dtype != jnp.float32 or geometry.strides != (1, 1) or width == 1 or left + right != width - 1 or inputs < 16:
+        return 1
+    fold = 1
+    while 2 * fold * max(inputs, outputs) <= 64 and geometry.image[2] % (2 * fold) == 0:
+        fold *= 2
+    return fold if max(left, right) <= fold else 1
 
 
 def _chosen(cpu: Callable[..., Array], elsewhere: Callable[..., Array]) -> Callable[..., Array]:
