@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -41,7 +42,7 @@ class Row(NamedTuple):
     part: str  # a: forms, lanes, precision; b: beside PyTorch; c: profile; d: FedETF's Table 1
     what: str  # the workload; in part d the method
     form: str = BEST
-    lanes: str = BEST
+    lanes: str = BEST  # those of a chunk, and to which fewer it goes on when others are done
     options: str = ''
     seconds: int = 120  # at most
     flags: str = ''  # XLA's, beside those that are set
@@ -52,13 +53,13 @@ class Row(NamedTuple):
         return ' '.join(f'{self.part} {self.what}{own} {self.options} {self.flags}'.split())
 
 
-GRAPHS = '--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL,+CONVOLUTION'  # loops and convolutions in CUDA graphs
+GRAPHS = '--xla_gpu_enable_command_buffer=+CONVOLUTION'  # convolutions in CUDA graphs, too
 TWO = '--rounds 2'
 ROWS = (  # by priority
-    *(Row('a', 'W1', form, n) for form, n in (('grouped', '5'), ('grouped', '20'), ('native', '20'), ('grouped', '1'))),
+    *(Row('a', 'W1', form, n) for form, n in (('grouped', '4'), ('grouped', '20'), ('native', '20'), ('grouped', '1'))),
     Row('b', 'W1', options='--compare pytorch pytorch-channels-last pytorch-graphs pytorch-vmap', seconds=240),
-    *(Row('a', 'W3', 'grouped', n, TWO, 240) for n in ('5', '1')),  # the first is the default
-    Row('a', 'W3', 'grouped', '5', TWO, 240, GRAPHS),
+    *(Row('a', 'W3', 'grouped', n, TWO, 240) for n in ('4', '10 4 2 1', '1')),  # the first is the default
+    Row('a', 'W3', 'grouped', '10 4 2 1', TWO, 240, GRAPHS),
     Row('b', 'W3', options='--rounds 1 --compare pytorch pytorch-channels-last pytorch-graphs', seconds=300),
     Row('c', 'W3', options='--rounds 1 --top 30', seconds=240),
     Row('d', 'FedETF', seconds=3600),
@@ -66,10 +67,10 @@ ROWS = (  # by priority
     Row('a', 'W3', options=f'{TWO} --precision bfloat16', seconds=240),
     Row('a', 'W1', options='--precision bfloat16'),
     Row('b', 'W1', options='--compare pytorch-compile', seconds=240),
-    *(Row('a', 'W3', form, n, TWO, 240) for form, n in (('grouped', '4'), ('grouped', '10'), ('native', '5'))),
-    *(Row('a', 'W1', form, n) for form, n in (('native', '1'), ('native', '5'), ('patches', '5'), ('patches', '20'))),
+    *(Row('a', 'W3', form, n, TWO, 240) for form, n in (('grouped', '5 2 1'), ('grouped', '10'), ('native', '4'))),
+    *(Row('a', 'W1', form, n) for form, n in (('native', '1'), ('native', '4'), ('patches', '4'), ('patches', '20'))),
     Row('a', 'W1', 'grouped', '20', flags=GRAPHS),
-    *(Row('a', 'W3', form, n, TWO, 240) for form, n in (('grouped', '7'), ('native', '1'), ('patches', '4'))),
+    *(Row('a', 'W3', form, n, TWO, 240) for form, n in (('grouped', '20 10 4 2 1'), ('native', '1'), ('patches', '4'))),
     Row('b', 'W3', options=f'{TWO} --compare pytorch-compile', seconds=360),
     Row('b', 'W1', options='--tf32 off --compare pytorch pytorch-channels-last', seconds=180),
     Row('b', 'W3', options='--rounds 1 --tf32 off --compare pytorch pytorch-channels-last', seconds=300),
@@ -144,7 +145,9 @@ def command(row: Row, args: argparse.Namespace, known: dict[str, dict[str, Any]]
     if chosen is None:
         return None
     script = HERE / ('profile_round.py' if row.part == 'c' else 'rounds_per_second.py')
-    own = ['--workload', row.what, '--conv', chosen[0], '--chunk', chosen[1], *row.options.split()]
+    lanes, *fewer = chosen[1].split()
+    own = ['--workload', row.what, '--conv', chosen[0], '--chunk', lanes, *row.options.split()]
+    own += ['--narrower', *reversed(fewer)] if fewer else []
     peers = ['--peer-python', f'pytorch={args.torch_python}'] if row.part == 'b' else []
     trial = TINY[row.what].split() if args.tiny else []
     return [sys.executable, str(script), *own, *peers, *trial, *data, '--json', str(found)]
@@ -195,7 +198,8 @@ def measure(row: Row, args: argparse.Namespace, call: list[str], found: Path, se
         state, why = ('too long', f'not done after {seconds:.0f} s') if final else ('cut', 'the time was over')
         why += f', {reached(run_of(row, args), args.out)}' if row.part == 'd' else ''
     elif told is None or (row.part == 'b' and not told['peers']):
-        state, why, told = 'failed', said[-1][:400] if said else f'it ended with status {code}', None
+        named = [line for line in said if re.search(r'^[\w.]*(Error|Exception)\b|: error:', line)]  # XLA adds whence
+        state, why, told = 'failed', [f'it ended with status {code}', *said[-1:], *named][-1][:400], None
     else:
         state, why = 'done', ''
     left_out = [line[:400] for line in said if told and line.startswith(('Not compared', 'Random images'))]

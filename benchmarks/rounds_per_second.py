@@ -68,6 +68,7 @@ def arguments(argv: list[str] | None, parser: Parser | None = None) -> argparse.
     parser.add_argument('--batch-size', type=count)
     parser.add_argument('--epochs', type=count, help='local epochs')
     parser.add_argument('--tails', type=count, nargs='+', help='smaller batches for what full ones leave over')
+    parser.add_argument('--narrower', type=count, nargs='+', help='fewer lanes for clients that outlast others')
     parser.add_argument('--chunk', type=count, nargs='+', default=[None], help="default: the library's choice")
     parser.add_argument('--devices', type=count, nargs='+', default=[None], help='share a round; CPUs are cut up')
     parser.add_argument('--conv', choices=list(CONVS), nargs='+', default=[None], help="default: the library's choice")
@@ -139,7 +140,8 @@ class Row:
         else:
             self.state = simulate.init(task, jax.random.key(0), clients)
         self.conv = '-' if work.model == 'mlp' else conv or 'by platform (default)'
-        self.conv += f', tails {" ".join(map(str, work.tails))}' if work.tails else ''
+        for name in ('tails', 'narrower'):
+            self.conv += f', {name} {" ".join(map(str, numbers))}' if (numbers := getattr(work, name)) else ''
         self.devices = count or 1
         mesh = None if count is None else devices.mesh(jax.devices()[:count])
         if mesh is not None:
@@ -216,20 +218,21 @@ def versions(args: argparse.Namespace) -> dict[str, str]:
 
 
 def tuned(args: argparse.Namespace, work: Workload, clients: FederatedData) -> tuning.Choice:
-    """Form, chunk and tails that are the fastest here, as far as a part of a round tells."""
-    batch = None if work.tails else work.batch_size
+    """Form, chunk, tails and narrower lanes that are the fastest here, as far as a part of a round tells."""
+    batch = None if work.tails or work.narrower else work.batch_size
     choices = tuning.candidates(work.cohort, work.model != 'mlp', batch_size=batch, sizes=clients.size)
     found = tuning.fastest(
-        lambda choice: algorithm(args, with_tails(work, choice), choice.conv), clients,
+        lambda choice: algorithm(args, planned(work, choice), choice.conv), clients,
         [choice for choice in choices if choice.rounds_per_call == 1], cohort=work.cohort,
         show=lambda line: print(f'tuning: {line}', file=sys.stderr),
     )  # fmt: skip
     return found.choice
 
 
-def with_tails(work: Workload, choice: tuning.Choice) -> Workload:
-    """The workload with the tails of a choice, if it has any."""
-    return work._replace(tails=list(choice.tails)) if choice.tails else work
+def planned(work: Workload, choice: tuning.Choice) -> Workload:
+    """The workload with what a choice adds to its plan, if anything."""
+    added = {name: list(found) for name in ('tails', 'narrower') if (found := getattr(choice, name))}
+    return work._replace(**added)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -240,7 +243,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     wanted = [(work, *each) for each in itertools.product(args.conv, args.chunk, args.devices)]
     if args.tune:
         best = tuned(args, work, clients)
-        wanted.append((with_tails(work, best), best.conv, best.chunk, None))
+        wanted.append((planned(work, best), best.conv, best.chunk, None))
     rows = [Row(args, each, clients, *how) for each, *how in wanted]
     n, rates = 2048 if jax.default_backend() == 'cpu' else 8192, list[float]()
     square = jax.random.normal(jax.random.key(0), (n, n), jnp.float32).astype(args.precision)

@@ -32,6 +32,7 @@ class Workload(NamedTuple):
     epochs: int
     side: int = 32  # height and width; 32 means CIFAR-10 or random images like it, otherwise one channel
     tails: list[int] | None = None  # smaller batches for what full ones leave over
+    narrower: list[int] | None = None  # fewer lanes for those that outlast others
 
 
 WORKLOADS = {
@@ -82,7 +83,7 @@ def algorithm(args: argparse.Namespace, work: Workload, conv: str | None) -> Alg
     extra: dict[str, Any] = {'widths': tuple(args.widths)} if work.model == 'mlp' else {'conv': CONVS.get(conv)}
     extra |= {'norm': args.norm} if work.model == 'resnet20' else {}
     model = models.from_flax(MODELS[work.model](dtype=jnp.dtype(args.precision), **extra))
-    plan = local.Plan(work.batch_size, work.epochs, tuple(work.tails or ()))
+    plan = local.Plan(work.batch_size, work.epochs, tuple(work.tails or ()), tuple(work.narrower or ()))
     if args.keep:
         task = objective(model, heads.linear(), losses.cross_entropy)
         return fedavg.algorithm(task, local.sgd(**SGD), plan=plan, persist_momentum=True)

@@ -146,6 +146,8 @@ class Info(NamedTuple):
     slots: Array  #: [] int32, batch rows computed for them, padding included
     #: [n] int32, `slots` by loops over batches, in each of which clients side by side wait for each other; () for one
     loops: Any = ()
+    #: [] int32, batch rows computed in its lane, those included in which it waited for others; () where nobody counts
+    lane_slots: Any = ()
 
 
 class Algorithm(NamedTuple):

@@ -6,12 +6,13 @@ nothing needs to be compiled again when sizes change. They cannot be differentia
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend import core
 
 from fedjax_nc import checks
 from fedjax_nc.base import Array, Batch, Info, Shard, Tree
@@ -27,19 +28,25 @@ class Plan(NamedTuple):
     one. Results are the same up to the order of sums; each further size is compiled, and saves padding where clients
     run one at a time (side by side, lanes wait for every size that one of them needs).
 
+    Clients side by side, the chunk of a round, differ in size, and all lanes would work until the largest is done.
+    Where no more of them are left than one of `narrower` says, they go on in so many lanes. Each further number is
+    compiled, too, and saves padding where many lanes are fast, as on GPUs. Results are the same up to rounding.
+
     Example:
       >>> from fedjax_nc import local
       >>> local.Plan(batch_size=32, epochs=5, tails=(8, 16))
-      Plan(batch_size=32, epochs=5, tails=(8, 16))
+      Plan(batch_size=32, epochs=5, tails=(8, 16), narrower=())
     """
 
     batch_size: int = 128  #: examples a step; a client with fewer takes all
     epochs: int = 3  #: passes over the client's examples in a round
     tails: tuple[int, ...] = ()  #: smaller batches, ascending
+    narrower: tuple[int, ...] = ()  #: numbers of lanes, ascending; those that a chunk has or more are of no use to it
 
 
 def checked(name: str, plan: Plan) -> None:
-    """Refuses what is no plan of whole numbers of at least 1, or has tails that are not ascending below a full batch.
+    """Refuses what is no plan of whole numbers of at least 1, or has tails that are not ascending below a full batch or
+    narrower lanes that are not ascending.
 
     Args:
       name: what the caller calls it.
@@ -52,12 +59,17 @@ def checked(name: str, plan: Plan) -> None:
         raise ValueError(f'{name} must be a local.Plan(batch_size, epochs), not {checks.shown(plan)}')
     checks.whole(f'batch_size of {name}', plan.batch_size)
     checks.whole(f'epochs of {name}', plan.epochs)
-    if not isinstance(plan.tails, tuple):
-        raise ValueError(f'tails of {name} must be a tuple of batch sizes, not {checks.shown(plan.tails)}')
+    for field, told in (('tails', 'batch sizes'), ('narrower', 'numbers of lanes')):
+        if not isinstance(value := getattr(plan, field), tuple):
+            raise ValueError(f'{field} of {name} must be a tuple of {told}, not {checks.shown(value)}')
     for tail, larger in itertools.pairwise((*plan.tails, plan.batch_size)):
         checks.whole(f'each of the tails of {name}', tail)
         if tail >= larger:
             raise ValueError(f'tails of {name} must ascend below batch_size {plan.batch_size}: {plan.tails}')
+    for lanes in plan.narrower:
+        checks.whole(f'each of narrower of {name}', lanes)
+    if any(lanes >= more for lanes, more in itertools.pairwise(plan.narrower)):
+        raise ValueError(f'narrower of {name} must ascend: {plan.narrower}')
 
 
 class Trained(NamedTuple):
@@ -224,26 +236,95 @@ def local_sgd(
                 params = optax.apply_updates(params, updates)
             return params, stats, opt_state, total + value * jnp.sum(batch.mask)
 
+        if plan.narrower:
+            *carry, slots = carry
+            for width, begin, count in zip(
+                (b, *tails), (jnp.int32(0), *(full for _ in tails)), (full, *fits), strict=True
+            ):
+                body = functools.partial(step, width)
+                carry, steps = _in_lanes(begin, jnp.int32(count), body, tuple(carry), plan.narrower)
+                slots += width * steps
+            return *carry, slots
         carry = jax.lax.fori_loop(0, full, functools.partial(step, b), carry)
         for tail, fit in zip(tails, fits, strict=True):
             carry = jax.lax.fori_loop(full, full + fit, functools.partial(step, tail), carry)
         return carry
 
     start = (params, stats, opt.init(params) if opt_state is None else opt_state, jnp.float32(0))
-    params, stats, opt_state, total = jax.lax.fori_loop(0, plan.epochs, epoch, start)
+    start += (jnp.int32(0),) if plan.narrower else ()
+    params, stats, opt_state, total, *lane_slots = jax.lax.fori_loop(0, plan.epochs, epoch, start)
     examples = plan.epochs * shard.size
     loops = [plan.epochs * width for width in (full * b, *(tail * fit for tail, fit in zip(tails, fits, strict=True)))]
     info = Info(total / jnp.maximum(examples, 1), plan.epochs * steps, examples, sum(loops[1:], start=loops[0]))
     if plan.tails:  # as many as the plan has, however few examples fit in a batch here: all clients say the same
         unused = len(plan.tails) - len(tails)
         info = info._replace(loops=jnp.pad(jnp.stack(loops), (0, unused)))
+    if plan.narrower:
+        info = info._replace(lane_slots=lane_slots[0])
     return Trained(params, stats, opt_state, info)
+
+
+def _in_lanes(
+    begin: Array, count: Array, body: Callable[[Array, Tree], Tree], carry: Tree, narrower: tuple[int, ...]
+) -> tuple[Tree, Array]:
+    """`fori_loop(begin, begin + count, body, carry)`, and the steps in which its lane was computed.
+
+    Under `vmap` those that have the most to do go on in fewer lanes when the others are done.
+    """
+    traced, out = jax.make_jaxpr(body, return_shape=True)(jnp.int32(0), carry)
+
+    def part(first: Array, last: Array, begin: Array, held: list[Array], carry: Tree) -> Tree:
+        """Steps from the `first` up to the `last`. `held` is what `body` closes over, such as the client's rows."""
+        flat = core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, held))
+
+        def step(s: Array, carry: Tree) -> Tree:
+            return jax.tree.unflatten(jax.tree.structure(out), flat(begin + s, *jax.tree.leaves(carry)))
+
+        return jax.lax.fori_loop(first, last, step, carry)
+
+    @jax.custom_batching.custom_vmap
+    def whole(count: Array, begin: Array, held: list[Array], carry: Tree) -> tuple[Tree, Array]:
+        return part(jnp.int32(0), count, begin, held, carry), count
+
+    @whole.def_vmap
+    def _(
+        size: int, batched: Sequence[Any], count: Array, begin: Array, held: list[Array], carry: Tree
+    ) -> tuple[tuple[Tree, Array], Any]:
+        count, carry = jax.tree.map(
+            lambda u, has: u if has else jnp.broadcast_to(u, (size, *jnp.shape(u))),
+            (count, carry), (batched[0], batched[3]),
+        )  # fmt: skip
+        has_lanes = (False, True, batched[1], batched[2], jax.tree.map(lambda _: True, carry))
+        most, first, computed = jnp.argsort(-count), jnp.int32(0), jnp.zeros_like(count)
+        widths = [size, *(n for n in reversed(narrower) if n < size)]
+        for lanes, fewer in zip(widths, [*widths[1:], 0], strict=True):
+            last = count[most[fewer]]  # from here on no more than `fewer` of them have anything to do
+            who = slice(None) if lanes == size else most[:lanes]
+            args = (first, jnp.minimum(count, last), begin, held, carry)
+            some = _vmapped(part, has_lanes, jax.tree.map(lambda u, has: u[who] if has else u, args, has_lanes))  # noqa: B023
+            carry = jax.tree.map(lambda u, v: u.at[who].set(v), carry, some)  # noqa: B023
+            computed = computed.at[who].add(last - first)
+            first = last
+        return (carry, computed), jax.tree.map(lambda _: True, (carry, computed))
+
+    return whole(count, begin, traced.consts, carry)
+
+
+def _vmapped(fn: Callable[..., Tree], has_lanes: tuple[Tree, ...], args: tuple[Tree, ...]) -> Tree:
+    """`vmap` over the arguments that have lanes, but for a single lane, which stays ordinary as a client alone."""
+    lanes = next(len(u) for u, has in zip(jax.tree.leaves(args), jax.tree.leaves(has_lanes), strict=True) if has)
+    if lanes > 1:
+        return jax.vmap(fn, jax.tree.map(lambda has: 0 if has else None, has_lanes))(*args)
+    out = fn(*jax.tree.map(lambda u, has: u[0] if has else u, args, has_lanes))
+    return jax.tree.map(lambda u: u[None], out)
 
 
 def joined(first: Info, second: Info) -> Info:
     """The work of two phases: sums of `first` and `second`, with the loss of the second."""
     steps, examples, slots = (a + b for a, b in zip(first[1:4], second[1:4], strict=True))
     whole = Info(second.loss, steps, examples, slots)
+    if not isinstance(first.lane_slots, tuple) and not isinstance(second.lane_slots, tuple):
+        whole = whole._replace(lane_slots=first.lane_slots + second.lane_slots)
     if isinstance(first.loops, tuple) and isinstance(second.loops, tuple):
         return whole
     loops = [jnp.atleast_1d(info.slots if isinstance(info.loops, tuple) else info.loops) for info in (first, second)]

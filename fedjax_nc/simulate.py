@@ -133,10 +133,10 @@ def default_chunk(server: Tree, clients: int, platform: str | None = None) -> in
     """How many of `clients` to run side by side on a device of this kind; at most all.
 
     On a CPU, one at a time keeps a model's working set in the cache, unless models are so small that the cost of a loop
-    step shows (measured in `benchmarks/README.md`). On a TPU one at a time keeps convolutions ordinary, and on a GPU a
-    few fill it (compilers' estimates, same place; `tuning.fastest` measures). More lanes do more work for nobody where
-    clients differ in size, because a chunk takes as long as its largest one. Somewhat fewer are taken where that leaves
-    none empty.
+    step shows, and on a GPU a few fill it (measured in `benchmarks/README.md`). On a TPU one at a time keeps
+    convolutions ordinary (compilers' estimates, same place; `tuning.fastest` measures). More lanes do more work for
+    nobody where clients differ in size, because a chunk takes as long as its largest one, unless the `narrower` of a
+    `local.Plan` lets it go on in fewer. Somewhat fewer are taken where that leaves none empty.
 
     Args:
       server: a server state; shapes will do.
@@ -148,7 +148,7 @@ def default_chunk(server: Tree, clients: int, platform: str | None = None) -> in
       Lanes, from 1 to `clients`.
     """
     floats = sum(leaf.size for leaf in jax.tree.leaves(server))
-    small, large = {'cpu': (8, 1), 'tpu': (32, 1)}.get(platform or jax.default_backend(), (32, 5))
+    small, large = {'cpu': (8, 1), 'tpu': (32, 1)}.get(platform or jax.default_backend(), (32, 4))
     return even(small if floats < 10_000 else large, clients)
 
 
@@ -269,8 +269,11 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
             messages = tree.rows_where(weights > 0, messages, 0.0)  # nothing of nobody's, not even NaN
             with jax.named_scope('aggregate'):
                 total = algorithm.aggregate.partial(messages, weights, slots, count * len(all_slots) * lanes)
-            loops = info.slots if isinstance(info.loops, tuple) else info.loops
-            paid = lanes * jnp.sum(jnp.max(loops, axis=0)).astype(jnp.float32)
+            if isinstance(info.lane_slots, tuple):  # clients wait for the longest in each of their loops
+                loops = info.slots if isinstance(info.loops, tuple) else info.loops
+                paid = lanes * jnp.sum(jnp.max(loops, axis=0)).astype(jnp.float32)
+            else:
+                paid = jnp.sum(info.lane_slots.astype(jnp.float32))
             # Nobody's row lies beyond the end, and what is written there is dropped.
             summed = total, jnp.sum(weights), jnp.sum(jnp.sign(weights))
             return tree.put(held, rows, new), summed, (info, broken, paid)

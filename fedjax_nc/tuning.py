@@ -45,11 +45,12 @@ class Choice(NamedTuple):
     precision: str | None = None  #: of float32 products, as for `jax.default_matmul_precision`
     rounds_per_call: int = 1  #: for `training.run`
     tails: tuple[int, ...] = ()  #: smaller batches for what full ones leave over, for `local.Plan`
+    narrower: tuple[int, ...] = ()  #: fewer lanes for those that outlast others, for `local.Plan`
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> 'Choice':
         """What a mapping describes, such as `_asdict()` read back from JSON. TypeError for a name that there is not."""
-        return cls(**{**plain, 'tails': tuple(plain.get('tails', ()))})
+        return cls(**{**plain, **{name: tuple(plain.get(name, ())) for name in ('tails', 'narrower')}})
 
     def convolution(self) -> ConvFn | None:
         """What a model takes as `conv=`; None for its own choice. ValueError for a name that is not in FORMS."""
@@ -96,8 +97,10 @@ def candidates(
       convolutions: whether the model has any.
       platform: 'cpu', 'cuda' or 'tpu'; the default backend's if None.
       batch_size: that of the plan, if smaller batches for what full ones leave over are to be tried too: its eighth,
-        quarter and half, one client at a time, as side by side a client would wait for the batches of others.
-      sizes: examples of each client, if they are known: where full batches leave nothing over, none is tried.
+        quarter and half, one client at a time, as side by side a client would wait for the batches of others; and on a
+        GPU more lanes that become fewer.
+      sizes: examples of each client, if they are known: where full batches leave nothing over, smaller ones are not
+        tried, and no fewer lanes where all clients are of one size.
       precisions: of float32 products, each as in `Choice`. A lower one changes results by more than rounding, so that
         none is tried unless it is named here.
 
@@ -109,9 +112,9 @@ def candidates(
       ValueError: for less than one client.
     """
     checks.whole('clients', clients)
-    cpu = (platform or jax.default_backend()) == 'cpu'
-    usual = (1, 5, 20) if convolutions else (1, 20, 100)
-    if cpu:
+    platform = platform or jax.default_backend()
+    usual = (1, 4, 20) if convolutions else (1, 20, 100)
+    if cpu := platform == 'cpu':
         usual = (1, 5, 8) if convolutions else (1, 16, 100)
     lanes = [None, *sorted({simulate.even(n, clients) for n in usual})]
     forms: list[str | None] = [None]
@@ -122,6 +125,10 @@ def candidates(
         found = [Choice(None, n, None, r) for n, r in itertools.product(lanes, (1, 10))]
     if batch_size is not None and batch_size >= 16 and (sizes is None or (np.asarray(sizes) % batch_size).any()):
         found.append(Choice(chunk=1, tails=(batch_size // 8, batch_size // 4, batch_size // 2)))
+    if batch_size is not None and platform not in ('cpu', 'tpu') and clients > 4:
+        batches = () if sizes is None else -(-np.asarray(sizes) // batch_size)
+        if sizes is None or np.min(batches) < np.max(batches):
+            found.append(Choice(chunk=simulate.even(10, clients), narrower=(1, 2, 4)))
     return [choice._replace(precision=precision) for precision in precisions for choice in found]
 
 
@@ -144,7 +151,7 @@ def fastest(
     round of that cohort, in which a chunk takes as long as its largest client.
 
     Args:
-      build: the algorithm of a choice: with its `convolution()` in the model and its `tails` in the plan.
+      build: the algorithm of a choice: with its `convolution()` in the model, its `tails` and `narrower` in the plan.
       data: the clients.
       choices: what to try, such as `candidates(cohort)`; in doubt the first one wins.
       cohort: clients a round; all by default.
@@ -164,7 +171,7 @@ def fastest(
       RuntimeError: if none of them runs on the device.
       OSError: before anything is timed, if the cache cannot be written.
     """
-    choices = tuple(dict.fromkeys(choice._replace(tails=tuple(choice.tails)) for choice in choices))
+    choices = tuple(dict.fromkeys(Choice.of(choice._asdict()) for choice in choices))
     if not choices:
         raise ValueError('there is nothing to choose from: give at least one Choice')
     for choice in choices:
@@ -217,6 +224,7 @@ class Trial:
       data: the clients.
       sizes: [K], their examples.
       tails: those of the choice.
+      narrower: likewise.
       keys: of the rounds of a call.
       state: after the last call.
       step: the compiled rounds.
@@ -228,7 +236,8 @@ class Trial:
         self, build: Callable[[Choice], Algorithm], data: FederatedData, choice: Choice, cohort: int | None
     ) -> None:
         """Compiles it."""
-        self.data, self.sizes, self.tails = data, np.asarray(data.size), choice.tails
+        self.data, self.sizes = data, np.asarray(data.size)
+        self.tails, self.narrower = choice.tails, choice.narrower
         self.keys = jax.random.split(checks.seeded(0), choice.rounds_per_call)
         begin = time.perf_counter()
         with choice.products():
@@ -298,9 +307,13 @@ class Trial:
 
         epochs = (info.steps[busy] / batches(cap)[busy]).max()
 
+        widths = [self.lanes, *(n for n in reversed(self.narrower) if n < self.lanes)]
+
         def rows(cap: int) -> float:
-            longest = batches(cap).reshape(len(ids), -1, self.lanes).max(axis=2)
-            return float(self.lanes * batch * epochs * longest.sum(axis=1).mean())
+            ranked = -np.sort(-batches(cap).reshape(len(ids), -1, self.lanes), axis=2)
+            ends = ranked[..., [*widths[1:], 0]]  # until there is work for no more than the next width
+            steps = np.diff(ends, axis=2, prepend=0) @ np.array(widths)
+            return float(batch * epochs * steps.sum(axis=1).mean())
 
         return rows
 
@@ -378,7 +391,8 @@ def _line(tried: Tried) -> str:
     words = [f'{choice.conv or "default"} form', f'chunk {choice.chunk or "default"}']
     words += [f'{choice.precision} products'] if choice.precision else []
     words += [f'{choice.rounds_per_call} rounds a call'] if choice.rounds_per_call > 1 else []
-    words += [f'tails {", ".join(map(str, choice.tails))}'] if choice.tails else []
+    for name in ('tails', 'narrower'):
+        words += [f'{name} {", ".join(map(str, found))}'] if (found := getattr(choice, name)) else []
     if tried.problem:
         return f'{", ".join(words)}: {tried.problem}'
     return f'{", ".join(words)}: {tried.seconds:.4g} s a round, compiled in {tried.compile_seconds:.1f} s'

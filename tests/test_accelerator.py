@@ -195,7 +195,10 @@ def test_commands_are_those_of_the_benchmarks(script, tmp_path):
     found = {name: {'state': 'done', 'result': {'seconds_per_round': s}} for name, s in ((slow, 2.0), (fast, 1.0))}
     options = script.command(compare, args, found, tmp_path)[2:]
     assert options[:6] == ['--workload', 'W1', '--conv', 'native', '--chunk', '20']
-    found |= {script.Row('a', 'W3', 'native', '5', '--rounds 2').name: found[fast]}
+    found |= {script.Row('a', 'W3', 'grouped', '10 4 2 1', '--rounds 2').name: found[fast]}
+    told = script.command(next(r for r in script.ROWS if r.part == 'c'), args, found, tmp_path)
+    assert ' --chunk 10 ' in ' '.join(told)
+    assert ' --narrower 1 2 4 ' in ' '.join(told)
     profile_round = importlib.import_module('profile_round')
     for row in script.ROWS:
         args.tiny = row.part != 'd'

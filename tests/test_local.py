@@ -80,6 +80,61 @@ def test_tails_change_padding_and_nothing_else(data, start, tails):
     assert len(seen) > 1
 
 
+@pytest.mark.parametrize(('narrower', 'tails'), [((1,), ()), ((1, 3), (2,)), ((2, 5, 8, 20), ())])
+def test_narrower_lanes_change_waiting_and_nothing_else(data, start, narrower, tails):
+    plan = toys.PLAN._replace(tails=tails)
+    ids = jnp.array([3, 0, 7, 5, 1, 2, 6, 4])  # in no order of size, and some of them empty
+    data = data._replace(size=data.size.at[2].set(0).at[4].set(0))
+
+    def together(plan):
+        return jax.jit(jax.vmap(lambda i: train(jax.random.fold_in(toys.KEY, i), start, data.shard(i), plan)))(ids)
+
+    want, got = together(plan), together(plan._replace(narrower=narrower))
+    toys.same(got._replace(info=()), want._replace(info=()), atol=1e-6)
+    toys.same(got.info._replace(lane_slots=()), want.info, atol=1e-6)
+    np.testing.assert_array_equal(got.info.lane_slots, [waited(data.size, ids, plan, narrower, at) for at in range(8)])
+    alone = jax.jit(lambda shard: train(toys.KEY, start, shard, plan._replace(narrower=narrower)))(data.shard(0))
+    assert int(alone.info.lane_slots) == int(alone.info.slots)
+
+
+def waited(sizes, ids, plan, narrower, at):
+    """Batch rows computed in one lane, step by step: a lane is dropped when so few others have anything to do."""
+    rows = 0
+    for width in (plan.batch_size, *plan.tails):
+        left = []
+        for n in (int(sizes[i]) for i in ids):
+            rest = next((t for t in plan.tails if 0 < n % plan.batch_size <= t), plan.batch_size)
+            full = n // plan.batch_size + (n % plan.batch_size > 0 and rest == plan.batch_size)
+            left.append(full if width == plan.batch_size else int(n % plan.batch_size > 0 and rest == width))
+        ranked = sorted(range(8), key=lambda lane: -left[lane])
+        for step in range(max(left)):
+            busy = sum(n > step for n in left)
+            lanes = next((n for n in narrower if busy <= n < 8), 8)
+            rows += width * plan.epochs * (at in ranked[:lanes])
+    return rows
+
+
+def test_narrower_lanes_know_what_the_loss_closes_over(data):
+    """Such as a client's own anchor, which has lanes too, while others have none; twice under `vmap`."""
+    pull, common = jnp.arange(8.0), jnp.float32(0.5)
+
+    def one(key, i, pull, narrower):
+        def loss(w, stats, batch):
+            return jnp.sum(batch.mask * (w - pull * common - batch.y) ** 2), stats
+
+        opt = local.sgd(0.01)(jnp.int32(0))
+        plan = toys.PLAN._replace(narrower=narrower)
+        return local.local_sgd(key, loss, jnp.float32(0), (), opt, data.shard(i), plan).params
+
+    def many(narrower):
+        clients = jax.vmap(lambda key, i, pull: one(key, i, pull, narrower), (None, 0, 0))
+        return jax.jit(jax.vmap(clients, (0, None, None)))(jax.random.split(toys.KEY, 3), jnp.arange(8), pull)
+
+    got, want = many((1, 4)), many(())
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert len(np.unique(got)) >= 16  # of clients of one batch, whose order does not matter, some are the same
+
+
 def test_tails_leave_augmentation_and_batch_statistics_alone():
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (23, 8, 8, 3), np.uint8), rng.integers(0, 4, 23).astype(np.int32)
@@ -168,6 +223,12 @@ def test_plan_without_work_is_refused(data, start, plan):
 def test_tails_that_cannot_be_are_refused(data, start, tails):
     with pytest.raises(ValueError, match='tails of plan'):
         train(toys.KEY, start, data.shard(0), local.Plan(16, 1, tails))
+
+
+@pytest.mark.parametrize('narrower', [(4, 2), (0,), (2.5,), [2], (2, 2)])
+def test_narrower_lanes_that_cannot_be_are_refused(data, start, narrower):
+    with pytest.raises(ValueError, match='narrower of plan'):
+        train(toys.KEY, start, data.shard(0), local.Plan(16, 1, (), narrower))
 
 
 def test_negative_rates_are_refused():

@@ -284,7 +284,7 @@ def test_recipes_tell_what_their_methods_were_made_with():
         'fedbabu': {'base': 'fedavg', 'aggregate': 'uniform', 'persist_momentum': False},
         'fedper': {'base': 'fedavg', 'aggregate_stats': 'uniform'},
         'fedaws': {'margin': 0.8, 'steps': 30},
-        'creff': {'retrain': {'batch_size': 64, 'epochs': 300, 'tails': []}},
+        'creff': {'retrain': {'batch_size': 64, 'epochs': 300, 'tails': [], 'narrower': []}},
     }
     for name, said in expected.items():
         assert said.items() <= of(name, clients).told.items(), name

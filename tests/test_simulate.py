@@ -202,6 +202,25 @@ def test_padded_work_with_tails_is_that_of_each_loop_over_batches(chunk):
     np.testing.assert_allclose(report.padded_work, 1 - 2 * sum(sizes) / paid, rtol=1e-5)
 
 
+@pytest.mark.parametrize(('chunk', 'widths'), [(1, (1,)), (3, (3, 2, 1)), (4, (4, 2, 1)), (8, (8, 2, 1))])
+def test_padded_work_with_narrower_lanes_is_what_they_compute(chunk, widths):
+    sizes = (5, 16, 90, 23, 2, 48, 13, 8)
+    data = toys.ragged(sizes)
+    plan = local.Plan(batch_size=8, epochs=2, narrower=(1, 2))
+    plain, algorithm = (fedavg.algorithm(toys.task, toys.opt, plan=p) for p in (plan._replace(narrower=()), plan))
+    state = simulate.init(algorithm, toys.KEY, data)
+    after, report = jax.jit(simulate.make_round(algorithm, chunk=chunk))(toys.KEY, state, data)
+    wanted, other = jax.jit(simulate.make_round(plain, chunk=chunk))(toys.KEY, state, data)
+    toys.same(after, wanted, atol=1e-6)
+    ranked = sorted(sizes, reverse=True) + [0] * (-len(sizes) % chunk)
+    batches = -(-np.array(ranked).reshape(-1, chunk) // 8)
+    busy = (batches[..., None] > np.arange(batches.max())).sum(1)
+    paid = 16 * sum(min(n for n in widths if n >= lanes) for lanes in busy[busy > 0])
+    np.testing.assert_allclose(report.padded_work, 1 - 2 * sum(sizes) / paid, rtol=1e-5)
+    assert float(report.padded_work) <= float(other.padded_work)
+    assert chunk == 1 or float(report.padded_work) < float(other.padded_work) - 0.1
+
+
 @pytest.mark.parametrize('chunk', [1, 3, 8])
 def test_padded_work_is_what_the_lanes_compute_beyond_the_examples(data, chunk):
     state = simulate.init(algorithm, toys.KEY, data)

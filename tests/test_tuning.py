@@ -1,5 +1,6 @@
 """What the tuner extrapolates, remembers, survives and refuses. Which choice is fastest is not tested by a clock."""
 
+import functools
 import json
 
 import jax
@@ -17,12 +18,13 @@ CHOICES = (tuning.Choice(chunk=1), tuning.Choice(chunk=4), tuning.Choice(chunk=2
 
 
 def build(choice):
-    return fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN._replace(tails=choice.tails))
+    plan = toys.PLAN._replace(tails=choice.tails, narrower=choice.narrower)
+    return fedavg.algorithm(toys.task, toys.opt, plan=plan)
 
 
 def rows(lanes, cap):
     """Batch rows of a round of all clients, by hand."""
-    batch, epochs, _ = toys.PLAN
+    batch, epochs = toys.PLAN[:2]
     needed = sorted((epochs * -(-min(n, cap) // batch) * batch for n in SIZES), reverse=True)
     needed += [0] * (-len(needed) % lanes)
     return lanes * sum(max(needed[i : i + lanes]) for i in range(0, len(needed), lanes))
@@ -148,6 +150,23 @@ def test_smaller_batches_are_extrapolated_by_examples_and_remembered(monkeypatch
     assert tuning.fastest(build, DATA, [choice], cache=cache) == found
 
 
+def test_narrower_lanes_are_extrapolated_by_what_they_compute_and_remembered(monkeypatch, tmp_path):
+    def steps(lanes, cap):
+        left = np.array([*sorted((-(-min(n, cap) // toys.PLAN.batch_size) for n in SIZES), reverse=True), 0, 0])
+        busy = (left.reshape(-1, lanes)[..., None] > np.arange(left.max())).sum(1)
+        return sum(min(n for n in (1, 2, lanes) if n >= others) for others in busy[busy > 0])
+
+    choice, cache = tuning.Choice(chunk=4, narrower=(1, 2)), tmp_path / 'tuning.json'
+    assert steps(4, 40) == 4 + 4 + 1 + 1  # of 3, 2, 2 and 1 batches, and of one more
+    on_a_clock(monkeypatch, lambda lanes, cap: 2 + 3 * steps(lanes, cap))
+    found = tuning.fastest(build, DATA, [choice], seconds=1, cache=cache)
+    assert found.tried[0].seconds == pytest.approx(2 + 3 * steps(4, 40))
+    assert 'narrower 1, 2' in tuning._line(found.tried[0])
+    monkeypatch.setattr(tuning, 'Trial', None)
+    assert tuning.fastest(build, DATA, [choice], cache=cache) == found
+    assert tuning.Choice.of(json.loads(json.dumps(choice._asdict()))) == choice
+
+
 def test_what_is_far_behind_is_timed_once(monkeypatch):
     seen, real = [], tuning.Trial.call
 
@@ -191,11 +210,16 @@ def test_candidates_are_few_and_fit_the_cohort():
                 assert len(set(found)) == len(found)
                 assert found[0] == tuning.Choice()  # which nobody is to lose by asking
                 assert all(choice.chunk is None or choice.chunk <= clients for choice in found)
-                more = tuning.candidates(clients, convolutions, platform, batch_size=128)
-                assert more == [*found, tuning.Choice(chunk=1, tails=(16, 32, 64))]
-                assert tuning.candidates(clients, convolutions, platform, batch_size=128, sizes=[256, 129]) == more
-                assert tuning.candidates(clients, convolutions, platform, batch_size=128, sizes=[256, 128]) == found
-                assert tuning.candidates(clients, convolutions, platform, batch_size=10) == found
+                ask = functools.partial(tuning.candidates, clients, convolutions, platform)
+                fewer = [tuning.Choice(chunk=simulate.even(10, clients), narrower=(1, 2, 4))]
+                fewer = fewer if platform == 'cuda' and clients > 4 else []
+                tails = [tuning.Choice(chunk=1, tails=(16, 32, 64))]
+                assert ask(batch_size=128) == [*found, *tails, *fewer]
+                assert ask(batch_size=128, sizes=[256, 100]) == [*found, *tails, *fewer]
+                assert ask(batch_size=128, sizes=[256, 129]) == [*found, *tails]  # of as many batches
+                assert ask(batch_size=128, sizes=[256, 128]) == [*found, *fewer]
+                assert ask(batch_size=128, sizes=[256, 256]) == found
+                assert ask(batch_size=10) == [*found, *fewer]
                 exact = [choice._replace(precision='highest') for choice in found]
                 assert tuning.candidates(clients, convolutions, platform, precisions=(None, 'highest')) == found + exact
 

@@ -140,7 +140,7 @@ def drawn(dataset: data.Dataset, setting: Setting) -> tuple[NDArray[np.intp], Pa
 
 
 def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None = None) -> recipes.Recipe:
-    """The method of a run. `choice` says how it is computed: the convolution of its model, the tails of its plan.
+    """The method of a run. `choice` says how it is computed: the convolution of its model, what its plan adds.
 
     Raises:
       ValueError: for a head, loss, server optimizer or option that the method does not have.
@@ -166,7 +166,7 @@ def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None 
     return recipes.named(setting.algorithm)(
         model,
         local.sgd(setting.lr, setting.momentum, setting.weight_decay, setting.lr_decay, setting.clip or None),
-        local.Plan(setting.batch_size, setting.local_epochs, choice.tails),
+        local.Plan(setting.batch_size, setting.local_epochs, choice.tails, choice.narrower),
         head=setting.head, loss=setting.loss, server_opt=server_opt,
         personal_opt=local.sgd(setting.lr, setting.personal_momentum, 0.0, setting.lr_decay), rounds=setting.rounds,
         auxiliary=held, weigh=setting.weigh, personal=setting.personal, options=options, **ETF.get(setting.model, {}),

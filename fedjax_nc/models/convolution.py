@@ -90,9 +90,9 @@ def conv_grouped(lhs: Array, rhs: Array, window_strides: Sequence[int], padding:
     """XLA's own convolution, except that under `vmap` the gradient of a kernel stays one.
 
     Batching the gradient, as `conv_native` does, makes of it a forward convolution with kernels as large as images;
-    here the batched convolution is differentiated, for whose gradient GPU libraries have a kernel. On NVIDIA GPUs that of
-    16 or 32 channels is computed with four or two pixels as one. Arguments, result and errors (ValueError) are those of
-    `conv_patches`. Differentiable once, in reverse mode.
+    here the batched convolution is differentiated, for whose gradient GPU libraries have a kernel. On NVIDIA GPUs that
+    of 16 or 32 channels is computed with four or two pixels as one. Arguments, result and errors (ValueError) are those
+    of `conv_patches`. Differentiable once, in reverse mode.
     """
     return _conv(lhs, rhs, _geometry(lhs, rhs, window_strides, padding, options), GROUPED)
 
@@ -233,8 +233,8 @@ def _kernel_gradients(x: Array, g: Array, geometry: Geometry) -> Array:
 def _folded_kernel_gradients(x: Array, g: Array, geometry: Geometry, fold: int) -> Array:
     """`_kernel_gradients` with `fold` neighbours of a row as one pixel of as many times the channels.
 
-    With few channels the matrix units of a GPU stand idle. A kernel for such pixels is three wide, and has a gradient for
-    each two pixels; those of pixels that lie as far apart as the columns of the kernel itself are summed.
+    With few channels the matrix units of a GPU stand idle. A kernel for such pixels is three wide, and has a gradient
+    for each two pixels; those of pixels that lie as far apart as the columns of the kernel itself are summed.
     """
     if fold == 1:
         return _kernel_gradients(x, g, geometry)
@@ -245,7 +245,7 @@ def _folded_kernel_gradients(x: Array, g: Array, geometry: Geometry, fold: int) 
     )
     pairs = _kernel_gradients(x, g, wide).reshape(len(x), height, 3 * fold, inputs, fold, outputs)
     first = fold - geometry.pads[1][0]  # what the kernel's first column meets of the first of `fold` pixels
-    return sum(pairs[:, :, first + i : first + i + width, :, i] for i in range(fold))
+    return functools.reduce(jnp.add, (pairs[:, :, first + i : first + i + width, :, i] for i in range(fold)))
 
 
 def _foldable(geometry: Geometry, dtype: jnp.dtype) -> int:
