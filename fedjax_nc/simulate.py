@@ -148,7 +148,8 @@ def default_chunk(server: Tree, clients: int, platform: str | None = None) -> in
       Lanes, from 1 to `clients`.
     """
     floats = sum(leaf.size for leaf in jax.tree.leaves(server))
-    small, large = {'cpu': (8, 1), 'tpu': (32, 1)}.get(platform or jax.default_backend(), (32, 4))
+    gpu = (32, 5 if clients % 4 else 4)
+    small, large = {'cpu': (8, 1), 'tpu': (32, 1)}.get(platform or jax.default_backend(), gpu)
     return even(small if floats < 10_000 else large, clients)
 
 

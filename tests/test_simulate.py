@@ -459,6 +459,14 @@ def test_lanes_of_a_cohort_are_even():
             assert chunks * lanes - clients < chunks  # no chunk has two lanes less than another, or one divides
 
 
+def test_default_lanes_follow_the_platform_and_the_size_of_a_model():
+    small, large = {'w': jnp.zeros(9_999)}, {'w': jnp.zeros(10_000)}
+    lanes = lambda server, n, platform: simulate.default_chunk(server, n, platform)  # noqa: E731
+    assert [lanes(large, 20, platform) for platform in ('cpu', 'tpu', 'cuda')] == [1, 1, 4]
+    assert [lanes(small, 100, platform) for platform in ('cpu', 'tpu', 'cuda')] == [5, 25, 25]
+    assert [lanes(large, n, 'cuda') for n in (1, 3, 5, 6, 10, 100)] == [1, 3, 5, 3, 5, 4]  # none of them empty
+
+
 @pytest.mark.parametrize('dtype', ['uint8', 'int8', 'uint32', 'int32'])
 def test_clients_may_be_named_by_numbers_of_few_bits(dtype):
     data = toys.ragged([2, 3] * 150)
