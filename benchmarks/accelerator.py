@@ -55,6 +55,7 @@ class Row(NamedTuple):
 
 # Convolutions in CUDA graphs, too. Loops in them, WHILE and CONDITIONAL, are refused in W3 (jax 0.11.2).
 GRAPHS = '--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION'
+APART = '--xla_gpu_enable_command_buffer='  # no CUDA graphs, which hide what kernels are for
 TWO = '--rounds 2'
 ROWS = (  # by priority
     *(Row('a', 'W1', form, n) for form, n in (('grouped', '4'), ('grouped', '20'), ('native', '20'), ('grouped', '1'))),
@@ -62,7 +63,7 @@ ROWS = (  # by priority
     *(Row('a', 'W3', 'grouped', n, TWO, 240) for n in ('4', '10 4 2 1', '1')),  # the first is the default
     Row('a', 'W3', 'grouped', '10 4 2 1', TWO, 240, GRAPHS),
     Row('b', 'W3', options='--rounds 1 --compare pytorch pytorch-channels-last pytorch-graphs', seconds=300),
-    Row('c', 'W3', options='--rounds 1 --top 30', seconds=240),
+    Row('c', 'W3', options='--rounds 1 --top 30', seconds=240, flags=APART),
     Row('d', 'FedETF', seconds=3600),
     Row('d', 'FedAvg', seconds=3600),
     Row('a', 'W3', options=f'{TWO} --precision bfloat16', seconds=240),
@@ -76,7 +77,7 @@ ROWS = (  # by priority
     Row('b', 'W1', options='--tf32 off --compare pytorch pytorch-channels-last', seconds=180),
     Row('b', 'W3', options='--rounds 1 --tf32 off --compare pytorch pytorch-channels-last', seconds=300),
     Row('b', 'W1', options='--precision bfloat16 --compare pytorch pytorch-channels-last pytorch-graphs', seconds=240),
-    Row('c', 'W1', options='--rounds 5 --top 30', seconds=180),
+    Row('c', 'W1', options='--rounds 5 --top 30', seconds=180, flags=APART),
 )
 KEPT = 400  # operations and kernels of a profile
 WORTH = 60  # seconds: with fewer of them left, only short rows are begun

@@ -8,7 +8,7 @@ Every instant of a round is given to the operations that run in it, in equal par
 different ones. Where none does, it is the runtime's ("loops and scheduling") if a thread of the runtime is between two
 operations, and the host's if not. So the shares add up to the whole round. On a CPU the work that an operation hands to
 other threads counts as its own, until the last of them is done. On a GPU operations are those of its queues, and the
-kernels are listed by their own names, too (not yet tried on one). CUDA graphs hide which operation a kernel belongs to:
+kernels are listed by their own names, too. CUDA graphs hide which operation a kernel belongs to:
 XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off.
 """
 

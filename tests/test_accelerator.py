@@ -211,6 +211,26 @@ def test_commands_are_those_of_the_benchmarks(script, tmp_path):
     assert table[3:9] == ['run', 'fedetf_1', '--scenes', script.SCENE, '--rows', 'FedETF']
 
 
+def test_flags_of_a_row_are_added_to_those_that_are_set(script, monkeypatch):
+    monkeypatch.delenv('XLA_FLAGS', raising=False)
+    graphs, apart = (next(r for r in script.ROWS if r.part == part and r.flags) for part in 'ac')
+    assert script.own(script.Row('a', 'W1', 'grouped', '4')) == {}
+    assert script.own(graphs) == {'XLA_FLAGS': graphs.flags}
+    assert graphs.flags.endswith(',CONVOLUTION')
+    monkeypatch.setenv('XLA_FLAGS', '--one')
+    assert script.own(apart) == {'XLA_FLAGS': '--one --xla_gpu_enable_command_buffer='}
+    fastest = {row.name: {'state': 'done', 'result': {'seconds_per_round': 1.0}} for row in (graphs,)}
+    assert script.best('W3', fastest) is None  # a form, not what is set beside it
+
+
+def test_the_reason_of_a_failure_is_the_error_and_not_what_xla_says_after_it(script, tmp_path):
+    args = script.arguments(['--out', str(tmp_path)])
+    said = 'jax.errors.JaxRuntimeError: INTERNAL: out of registers\\nexternal/xla/status.cc:146'
+    call = [sys.executable, '-c', f'import sys; print("{said}", file=sys.stderr); sys.exit(1)']
+    record = script.measure(script.Row('a', 'W1'), args, call, tmp_path / 'found', 60.0, True)
+    assert record['why'] == 'jax.errors.JaxRuntimeError: INTERNAL: out of registers'
+
+
 def test_goals_are_told(script):
     record = {
         'row': 'b',
