@@ -114,6 +114,26 @@ def waited(sizes, ids, plan, narrower, at):
     return rows
 
 
+@pytest.mark.parametrize('narrower', [(), (1, 2), (4,)])
+def test_lanes_compute_no_more_than_they_count(narrower):
+    """Every lane of every step calls back, one that waits like the others."""
+    sizes, called = [5, 16, 90, 23, 2, 48, 13, 8], []
+    data, opt, plan = toys.ragged(sizes), local.sgd(0.01)(jnp.int32(0)), local.Plan(8, 2, (), narrower)
+
+    def loss(w, stats, batch):
+        jax.debug.callback(lambda mask: called.append(mask), batch.mask)
+        return jnp.sum(batch.mask * (w - batch.y) ** 2), stats
+
+    def one(i):
+        return local.local_sgd(jax.random.fold_in(toys.KEY, i), loss, jnp.float32(0), (), opt, data.shard(i), plan)
+
+    info = jax.block_until_ready(jax.jit(jax.vmap(one))(jnp.arange(8)).info)
+    jax.effects_barrier()
+    steps = [2 * -(-n // 8) for n in sizes]
+    assert len(called) == (int(info.lane_slots.sum()) // 8 if narrower else 8 * max(steps))
+    assert sum(steps) <= len(called) <= 8 * max(steps)
+
+
 def test_narrower_lanes_know_what_the_loss_closes_over(data):
     """Such as a client's own anchor, which has lanes too, while others have none; twice under `vmap`."""
     pull, common = jnp.arange(8.0), jnp.float32(0.5)
