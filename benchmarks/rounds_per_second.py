@@ -221,6 +221,8 @@ def tuned(args: argparse.Namespace, work: Workload, clients: FederatedData) -> t
     """Form, chunk, tails and narrower lanes that are the fastest here, as far as a part of a round tells."""
     batch = None if work.tails or work.narrower else work.batch_size
     choices = tuning.candidates(work.cohort, work.model != 'mlp', batch_size=batch, sizes=clients.size)
+    if work.narrower:
+        choices = [choice._replace(narrower=tuple(work.narrower)) for choice in choices]
     found = tuning.fastest(
         lambda choice: algorithm(args, planned(work, choice), choice.conv), clients,
         [choice for choice in choices if choice.rounds_per_call == 1], cohort=work.cohort,

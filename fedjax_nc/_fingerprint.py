@@ -30,6 +30,8 @@ from fedjax_nc.base import Tree
 LIBRARIES = ('fedjax_nc.', 'jax.', 'jaxlib.', 'optax.', 'flax.', 'chex.', 'numpy.', 'functools.')
 """Whose functions go by name, so that a new version of one, or of a docstring, is still the same algorithm."""
 
+ADDED: dict[str, dict[str, Any]] = {'fedjax_nc.local.Plan': {'narrower': ()}}
+"""Fields of records that earlier versions had not, and what stands for that: checkpoints of those are still known."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, np.ndarray, np.generic, jax.Array)
 MADE = ('__init__', '__new__', '__repr__', '__eq__', '__hash__', '__setattr__', '__delattr__', '__replace__')
 """What `dataclasses` and flax write into classes."""
@@ -106,7 +108,9 @@ def parts(value: Any) -> Iterator[Any]:
         for name in sorted(value, key=repr):
             yield from (name, value[name])
     elif isinstance(value, tuple | list | collections.deque):
-        yield from value
+        added = ADDED.get(f'{type(value).__module__}.{type(value).__qualname__}', {})
+        names = getattr(value, '_fields', (None,) * len(value))
+        yield from (part for name, part in zip(names, value, strict=True) if name not in added or part != added[name])
     elif isinstance(value, set | frozenset):
         yield from sorted(value, key=repr)
     elif isinstance(value, slice):

@@ -30,7 +30,8 @@ class Plan(NamedTuple):
 
     Clients side by side, the chunk of a round, differ in size, and all lanes would work until the largest is done.
     Where no more of them are left than one of `narrower` says, they go on in so many lanes. Each further number is
-    compiled, too, and saves padding where many lanes are fast, as on GPUs. Results are the same up to rounding.
+    compiled, too, and saves padding where many lanes are fast, as on GPUs. Results are the same up to rounding. A sweep
+    that differentiates rounds, `vmap` of `jvp`, must leave it empty.
 
     Example:
       >>> from fedjax_nc import local
@@ -271,6 +272,7 @@ def _in_lanes(
 
     Under `vmap` those that have the most to do go on in fewer lanes when the others are done.
     """
+    carry = _promoted(body, carry)
     traced, out = jax.make_jaxpr(body, return_shape=True)(jnp.int32(0), carry)
 
     def part(first: Array, last: Array, begin: Array, held: list[Array], carry: Tree) -> Tree:
@@ -290,11 +292,16 @@ def _in_lanes(
     def _(
         size: int, batched: Sequence[Any], count: Array, begin: Array, held: list[Array], carry: Tree
     ) -> tuple[tuple[Tree, Array], Any]:
-        count, carry = jax.tree.map(
-            lambda u, has: u if has else jnp.broadcast_to(u, (size, *jnp.shape(u))),
-            (count, carry), (batched[0], batched[3]),
-        )  # fmt: skip
-        has_lanes = (False, True, batched[1], batched[2], jax.tree.map(lambda _: True, carry))
+        if not any(jax.tree.leaves(batched)):
+            alone = part(jnp.int32(0), count, begin, held, carry), count
+            return alone, jax.tree.map(lambda _: False, alone)
+        carry = jax.tree.map(lambda u, has: u if has else jnp.broadcast_to(u, (size, *jnp.shape(u))), carry, batched[3])
+        in_carry = jax.tree.map(lambda _: True, carry)
+        if not batched[0]:  # all have as much to do
+            has_lanes = (False, False, batched[1], batched[2], in_carry)
+            carry = _vmapped(part, has_lanes, (jnp.int32(0), count, begin, held, carry))
+            return (carry, count), (in_carry, False)
+        has_lanes = (False, True, batched[1], batched[2], in_carry)
         most, first, computed = jnp.argsort(-count), jnp.int32(0), jnp.zeros_like(count)
         widths = [size, *(n for n in reversed(narrower) if n < size)]
         for lanes, fewer in zip(widths, [*widths[1:], 0], strict=True):
@@ -305,9 +312,24 @@ def _in_lanes(
             carry = jax.tree.map(lambda u, v: u.at[who].set(v), carry, some)  # noqa: B023
             computed = computed.at[who].add(last - first)
             first = last
-        return (carry, computed), jax.tree.map(lambda _: True, (carry, computed))
+        return (carry, computed), (in_carry, True)
 
     return whole(count, begin, traced.consts, carry)
+
+
+def _promoted(body: Callable[[Array, Tree], Tree], carry: Tree) -> Tree:
+    """The carry with numbers of Python's in the types that `body` makes of them, as `fori_loop` would take them."""
+    leaves, structure = jax.tree.flatten(carry)
+    while any(getattr(u, 'weak_type', False) for u in leaves):
+        made = jax.tree.leaves(jax.eval_shape(body, jnp.int32(0), jax.tree.unflatten(structure, leaves)))
+        if len(made) != len(leaves):
+            break  # which the loop refuses in its own words
+        free = [u.weak_type and not v.weak_type for u, v in zip(leaves, made, strict=True)]
+        if not any(free):
+            break
+        typed = [jax.lax.convert_element_type(u, v.dtype) for u, v in zip(leaves, made, strict=True)]
+        leaves = [v if first else u for u, v, first in zip(leaves, typed, free, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _vmapped(fn: Callable[..., Tree], has_lanes: tuple[Tree, ...], args: tuple[Tree, ...]) -> Tree:

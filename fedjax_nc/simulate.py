@@ -133,10 +133,10 @@ def default_chunk(server: Tree, clients: int, platform: str | None = None) -> in
     """How many of `clients` to run side by side on a device of this kind; at most all.
 
     On a CPU, one at a time keeps a model's working set in the cache, unless models are so small that the cost of a loop
-    step shows, and on a GPU a few fill it (measured in `benchmarks/README.md`). On a TPU one at a time keeps
-    convolutions ordinary (compilers' estimates, same place; `tuning.fastest` measures). More lanes do more work for
-    nobody where clients differ in size, because a chunk takes as long as its largest one, unless the `narrower` of a
-    `local.Plan` lets it go on in fewer. Somewhat fewer are taken where that leaves none empty.
+    step shows, and on a GPU a few fill it (measured in `benchmarks/README.md`, on a GPU with ResNet-20). On a TPU one
+    at a time keeps convolutions ordinary (compilers' estimates, same place; `tuning.fastest` measures). More lanes do
+    more work for nobody where clients differ in size, because a chunk takes as long as its largest one, unless the
+    `narrower` of a `local.Plan` lets it go on in fewer. Somewhat fewer are taken where that leaves none empty.
 
     Args:
       server: a server state; shapes will do.

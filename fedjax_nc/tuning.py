@@ -49,8 +49,15 @@ class Choice(NamedTuple):
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> 'Choice':
-        """What a mapping describes, such as `_asdict()` read back from JSON. TypeError for a name that there is not."""
-        return cls(**{**plain, **{name: tuple(plain.get(name, ())) for name in ('tails', 'narrower')}})
+        """What a mapping describes, such as `_asdict()` read back from JSON.
+
+        TypeError for a name that there is not; ValueError for tails or narrower lanes that are no list or tuple.
+        """
+        found = {name: plain.get(name, ()) for name in ('tails', 'narrower')}
+        for name, numbers in found.items():
+            if not isinstance(numbers, list | tuple):
+                raise ValueError(f'{name} of a choice must be a tuple of numbers, not {checks.shown(numbers)}')
+        return cls(**{**plain, **{name: tuple(numbers) for name, numbers in found.items()}})
 
     def convolution(self) -> ConvFn | None:
         """What a model takes as `conv=`; None for its own choice. ValueError for a name that is not in FORMS."""
@@ -126,9 +133,8 @@ def candidates(
     if batch_size is not None and batch_size >= 16 and (sizes is None or (np.asarray(sizes) % batch_size).any()):
         found.append(Choice(chunk=1, tails=(batch_size // 8, batch_size // 4, batch_size // 2)))
     if batch_size is not None and platform not in ('cpu', 'tpu') and clients > 4:
-        batches = () if sizes is None else -(-np.asarray(sizes) // batch_size)
-        if sizes is None or np.min(batches) < np.max(batches):
-            found.append(Choice(chunk=simulate.even(10, clients), narrower=(1, 2, 4)))
+        unequal = sizes is None or len(np.unique(-(-np.asarray(sizes) // batch_size))) > 1
+        found += [Choice(chunk=simulate.even(10, clients), narrower=(1, 2, 4))] if unequal else []
     return [choice._replace(precision=precision) for precision in precisions for choice in found]
 
 

@@ -27,6 +27,18 @@ def of_model(module):
     return of_algorithm(fedavg.algorithm(task, toys.opt))
 
 
+def test_a_field_that_a_record_has_got_since_is_left_out_while_it_is_empty():
+    """Checkpoints of versions without it still belong to the same algorithm."""
+    plan = local.Plan(8, 2, (4,))
+    assert list(_fingerprint.words(plan, {})) == [
+        'fedjax_nc.local.Plan', 'int 8', 'int 2', 'builtins.tuple', 'int 4', 'end', 'end',
+    ]  # fmt: skip
+    several = [
+        of_algorithm(fedavg.algorithm(toys.task, toys.opt, plan=plan._replace(narrower=n))) for n in ((), (1,), (2,))
+    ]
+    assert len(set(several)) == 3
+
+
 class Wide(nn.Module):
     a: int = 1
     b: int = 2

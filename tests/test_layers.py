@@ -273,6 +273,7 @@ def test_only_gpus_take_pixels_as_channels(platform, folded):
         text(False, k[0], x[0]), text(True, k[:1], x[:1]), text(True, k, x, strides=(2, 2)),
         text(True, k, x, padding='VALID'), text(True, k.astype(jnp.bfloat16), x.astype(jnp.bfloat16)),
         text(True, k[:, :1, :1], x), text(True, normal(1, 3, 3, 3, 8, 16), x[..., :8]),
+        text(True, normal(1, 3, 3, 3, 16, 8), x),
         text(True, normal(1, 3, 3, 3, 64, 64), normal(0, 3, 2, 8, 8, 64)),
     ):  # fmt: skip
         assert '8x2x' not in other

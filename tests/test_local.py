@@ -155,6 +155,62 @@ def test_narrower_lanes_know_what_the_loss_closes_over(data):
     assert len(np.unique(got)) >= 16  # of clients of one batch, whose order does not matter, some are the same
 
 
+def test_narrower_lanes_take_numbers_of_python_as_loops_do(data):
+    """A carry of `0.0` takes the type that the first step gives it."""
+
+    def run(narrower, chunk):
+        def loss(w, stats, batch):
+            return jnp.sum(batch.mask * (w - batch.y) ** 2), {
+                'm': stats['m'] * 2 + jnp.bfloat16(0.5),
+                'n': stats['n'] + 0.5,
+            }
+
+        def one(i):
+            opt, plan = local.sgd(0.01)(jnp.int32(0)), toys.PLAN._replace(narrower=narrower)
+            found = local.local_sgd(toys.KEY, loss, 0.0, {'m': 0.0, 'n': 0}, opt, data.shard(i), plan)
+            return found.params, found.stats
+
+        return jax.jit(jax.vmap(one))(jnp.arange(8)) if chunk > 1 else jax.jit(one)(3)
+
+    for chunk in (1, 8):
+        got, want = run((1, 2), chunk), run((), chunk)
+        assert jax.tree.map(lambda u: u.dtype, got) == jax.tree.map(lambda u: u.dtype, want)
+        toys.same(got, want, atol=1e-6)
+
+
+def test_narrower_lanes_are_differentiated_forwards(data):
+    """And serve sweeps of settings in which no client has lanes of its own."""
+
+    def trained(lr, i, narrower):
+        def loss(w, stats, batch):
+            return jnp.sum(batch.mask * (w - batch.y) ** 2), stats
+
+        plan = toys.PLAN._replace(narrower=narrower)
+        return local.local_sgd(
+            toys.KEY, loss, jnp.float32(0), (), local.sgd(lr, 0.0)(jnp.int32(0)), data.shard(i), plan
+        )
+
+    rates, ids = jnp.array([0.001, 0.002, 0.003]), jnp.arange(8)
+
+    def found(narrower):
+        def alone(lr, i):
+            return trained(lr, i, narrower).params
+
+        def together(lr):
+            return jax.vmap(alone, (None, 0))(lr, ids)
+
+        one = jnp.float32(1)
+        return (
+            jax.vmap(alone, (0, None))(rates, 3),
+            jax.jvp(lambda lr: alone(lr, 3), (rates[0],), (one,)),
+            jax.jvp(together, (rates[0],), (one,)),
+        )
+
+    toys.same(found((1, 2)), found(()), atol=1e-5)
+    sweep = jax.vmap(lambda lr: trained(lr, 3, (1, 2)))(rates)
+    assert sweep.info.lane_slots.tolist() == sweep.info.slots.tolist()
+
+
 def test_tails_leave_augmentation_and_batch_statistics_alone():
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (23, 8, 8, 3), np.uint8), rng.integers(0, 4, 23).astype(np.int32)

@@ -184,7 +184,8 @@ def test_what_is_far_behind_is_timed_once(monkeypatch):
 @pytest.mark.parametrize(
     ('choices', 'said'),
     [((), 'nothing to choose'), ((tuning.Choice('fft'),), "no convolution 'fft'"),
-     ((tuning.Choice(rounds_per_call=0),), 'rounds_per_call')],
+     ((tuning.Choice(rounds_per_call=0),), 'rounds_per_call'), ((tuning.Choice(narrower=2),), 'narrower of a choice'),
+     ((tuning.Choice(tails=4),), 'tails of a choice')],
 )  # fmt: skip
 def test_what_is_no_choice_is_refused(choices, said):
     with pytest.raises(ValueError, match=said):
@@ -218,7 +219,7 @@ def test_candidates_are_few_and_fit_the_cohort():
                 assert ask(batch_size=128, sizes=[256, 100]) == [*found, *tails, *fewer]
                 assert ask(batch_size=128, sizes=[256, 129]) == [*found, *tails]  # of as many batches
                 assert ask(batch_size=128, sizes=[256, 128]) == [*found, *fewer]
-                assert ask(batch_size=128, sizes=[256, 256]) == found
+                assert ask(batch_size=128, sizes=[256, 256]) == ask(batch_size=128, sizes=[]) == found
                 assert ask(batch_size=10) == [*found, *fewer]
                 exact = [choice._replace(precision='highest') for choice in found]
                 assert tuning.candidates(clients, convolutions, platform, precisions=(None, 'highest')) == found + exact
