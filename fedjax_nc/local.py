@@ -319,17 +319,17 @@ def _in_lanes(
 
 def _promoted(body: Callable[[Array, Tree], Tree], carry: Tree) -> Tree:
     """The carry with numbers of Python's in the types that `body` makes of them, as `fori_loop` would take them."""
-    leaves, structure = jax.tree.flatten(carry)
-    while any(getattr(u, 'weak_type', False) for u in leaves):
-        made = jax.tree.leaves(jax.eval_shape(body, jnp.int32(0), jax.tree.unflatten(structure, leaves)))
-        if len(made) != len(leaves):
-            break  # which the loop refuses in its own words
-        free = [u.weak_type and not v.weak_type for u, v in zip(leaves, made, strict=True)]
-        if not any(free):
-            break
-        typed = [jax.lax.convert_element_type(u, v.dtype) for u, v in zip(leaves, made, strict=True)]
-        leaves = [v if first else u for u, v, first in zip(leaves, typed, free, strict=True)]
-    return jax.tree.unflatten(structure, leaves)
+    while True:
+        before, after = (
+            jax.tree.leaves(shapes)
+            for shapes in (jax.eval_shape(lambda: carry), jax.eval_shape(body, 0, carry))  # noqa: B023
+        )
+        free = [u.weak_type and not v.weak_type for u, v in zip(before, after, strict=False)]
+        if len(before) != len(after) or not any(free):
+            return carry  # the loop has its own words for what is of another structure or type
+        leaves = zip(jax.tree.leaves(carry), after, free, strict=True)
+        typed = [jax.lax.convert_element_type(u, v.dtype) if first else u for u, v, first in leaves]
+        carry = jax.tree.unflatten(jax.tree.structure(carry), typed)
 
 
 def _vmapped(fn: Callable[..., Tree], has_lanes: tuple[Tree, ...], args: tuple[Tree, ...]) -> Tree:
