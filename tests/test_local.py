@@ -228,6 +228,22 @@ def test_tails_leave_augmentation_and_batch_statistics_alone():
     assert float(ends[1][1].padded_work) == pytest.approx(1 - 23 / (8 + 6 + 8 + 4), abs=1e-6)
 
 
+def test_narrower_lanes_leave_augmentation_and_batch_statistics_alone():
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (29, 8, 8, 3), np.uint8), rng.integers(0, 4, 29).astype(np.int32)
+    clients = federate(x, y, [np.arange(17), np.arange(17, 26), np.arange(26, 29)], 4)
+    body = models.ResNet(widths=(4, 8), blocks=(1, 1), norm='batch')
+    task = objective(models.from_flax(body, images.pipeline(crop=1, flip=True)), heads.linear(), losses.cross_entropy)
+    ends = []
+    for narrower in ((), (1, 2)):
+        algorithm = fedavg.algorithm(task, local.sgd(0.1), plan=local.Plan(8, 2, (), narrower))
+        state = simulate.init(algorithm, toys.KEY, clients)
+        ends.append(simulate.compiled(simulate.make_round(algorithm, chunk=3))(toys.KEY, state, clients))
+    toys.same(ends[1][0], ends[0][0], atol=1e-5)
+    assert float(ends[0][1].padded_work) == pytest.approx(1 - 29 / (3 * 24), abs=1e-6)
+    assert float(ends[1][1].padded_work) == pytest.approx(1 - 29 / (24 + 16 + 8), abs=1e-6)
+
+
 def test_vmapped_clients_of_different_length_equal_single_ones(data, start):
     ids = jnp.arange(8)
     together = jax.jit(jax.vmap(lambda i: train(jax.random.fold_in(toys.KEY, i), start, data.shard(i))))(ids)
