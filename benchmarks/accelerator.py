@@ -53,7 +53,7 @@ class Row(NamedTuple):
         return ' '.join(f'{self.part} {self.what}{own} {self.options} {self.flags}'.split())
 
 
-# Convolutions in CUDA graphs, too. Loops in them, WHILE and CONDITIONAL, are refused in W3 (jax 0.11.2).
+# Convolutions in CUDA graphs, too. With loops in them, WHILE and CONDITIONAL, W3 fails (jax 0.11.2).
 GRAPHS = '--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION'
 APART = '--xla_gpu_enable_command_buffer='  # no CUDA graphs, which hide what kernels are for
 TWO = '--rounds 2'

@@ -108,9 +108,9 @@ def parts(value: Any) -> Iterator[Any]:
         for name in sorted(value, key=repr):
             yield from (name, value[name])
     elif isinstance(value, tuple | list | collections.deque):
-        added = ADDED.get(f'{type(value).__module__}.{type(value).__qualname__}', {})
-        names = getattr(value, '_fields', (None,) * len(value))
-        yield from (part for name, part in zip(names, value, strict=True) if name not in added or part != added[name])
+        if added := ADDED.get(f'{type(value).__module__}.{type(value).__qualname__}'):
+            value = [part for name, part in value._asdict().items() if name not in added or part != added[name]]
+        yield from value
     elif isinstance(value, set | frozenset):
         yield from sorted(value, key=repr)
     elif isinstance(value, slice):
