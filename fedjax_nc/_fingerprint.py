@@ -109,7 +109,9 @@ def parts(value: Any) -> Iterator[Any]:
             yield from (name, value[name])
     elif isinstance(value, tuple | list | collections.deque):
         if added := ADDED.get(f'{type(value).__module__}.{type(value).__qualname__}'):
-            value = [part for name, part in value._asdict().items() if name not in added or part != added[name]]
+            named = zip(type(value)._fields, value, strict=True)  # type: ignore[union-attr]
+            yield from (part for name, part in named if name not in added or part != added[name])
+            return
         yield from value
     elif isinstance(value, set | frozenset):
         yield from sorted(value, key=repr)
