@@ -80,6 +80,7 @@ ROWS = (  # by priority
     Row('c', 'W1', options='--rounds 5 --top 30', seconds=180, flags=APART),
 )
 KEPT = 400  # operations and kernels of a profile
+SPARE = 5  # seconds at the end of a call, to write what was found
 WORTH = 60  # seconds: with fewer of them left, only short rows are begun
 TINY = {  # replaces numbers of the workloads for a trial without an accelerator
     'W1': '--clients 4 --samples 8 --batch-size 4 --rounds 1 --torch-threads 1',
@@ -94,11 +95,22 @@ methods = {FedETF = {algorithm = "fedetf"}, FedAvg = {algorithm = "fedavg"}}
 """
 
 
+def minutes(text: str) -> float:
+    """Parses the minutes of a call."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not SPARE / 60 < number < float('inf'):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a number of minutes above {SPARE / 60:.2f}')
+    return number
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = rounds_per_second.Parser(prog='accelerator.py', description=__doc__, formatter_class=form)
     parser.add_argument('--out', type=Path, required=True, help='folder of results, runs and caches')
-    parser.add_argument('--minutes', type=float, default=9.0, help='no row outlasts them')
+    parser.add_argument('--minutes', type=minutes, default=9.0, help='no row outlasts them')
     parser.add_argument('--part', choices=list('abcd'), nargs='+', default=list('abcd'), help='by default all')
     parser.add_argument('--workload', choices=list(TINY), nargs='+', default=list(TINY), help='of parts a, b and c')
     parser.add_argument('--data-dir', type=Path, help='where CIFAR-10 lies; without it images of a to c are random')
@@ -214,7 +226,7 @@ def measure(row: Row, args: argparse.Namespace, call: list[str], found: Path, se
 
 def carry_on(args: argparse.Namespace, known: dict[str, dict[str, Any]]) -> None:
     """Measures what is missing, in order, until the time is over."""
-    end, chosen = time.monotonic() + 60 * args.minutes - 5, wanted(args)
+    end, chosen = time.monotonic() + 60 * args.minutes - SPARE, wanted(args)
     if args.tiny:
         _checkpoints.replace(args.out / 'tiny.toml', TINY_STUDY)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend import core
 
-from fedjax_nc import checks
+from fedjax_nc import checks, tree
 from fedjax_nc.base import Array, Batch, Info, Shard, Tree
 
 ClientOptimizer = Callable[[Array], optax.GradientTransformation]
@@ -299,7 +299,7 @@ def _in_lanes(
         in_carry = jax.tree.map(lambda _: True, carry)
         if not batched[0]:  # all have as much to do
             has_lanes = (False, False, batched[1], batched[2], in_carry)
-            carry = _vmapped(part, has_lanes, (jnp.int32(0), count, begin, held, carry))
+            carry = tree.vmapped(part, has_lanes)(jnp.int32(0), count, begin, held, carry)
             return (carry, count), (in_carry, False)
         has_lanes = (False, True, batched[1], batched[2], in_carry)
         most, first, computed = jnp.argsort(-count), jnp.int32(0), jnp.zeros_like(count)
@@ -308,7 +308,8 @@ def _in_lanes(
             last = count[most[fewer]]  # from here on no more than `fewer` of them have anything to do
             who = slice(None) if lanes == size else most[:lanes]
             args = (first, jnp.minimum(count, last), begin, held, carry)
-            some = _vmapped(part, has_lanes, jax.tree.map(lambda u, has: u[who] if has else u, args, has_lanes))  # noqa: B023
+            of_them = jax.tree.map(lambda u, has: u[who] if has else u, args, has_lanes)  # noqa: B023
+            some = tree.vmapped(part, has_lanes)(*of_them)
             carry = jax.tree.map(lambda u, v: u.at[who].set(v), carry, some)  # noqa: B023
             computed = computed.at[who].add(last - first)
             first = last
@@ -330,15 +331,6 @@ def _promoted(body: Callable[[Array, Tree], Tree], carry: Tree) -> Tree:
         leaves = zip(jax.tree.leaves(carry), after, free, strict=True)
         typed = [jax.lax.convert_element_type(u, v.dtype) if first else u for u, v, first in leaves]
         carry = jax.tree.unflatten(jax.tree.structure(carry), typed)
-
-
-def _vmapped(fn: Callable[..., Tree], has_lanes: tuple[Tree, ...], args: tuple[Tree, ...]) -> Tree:
-    """`vmap` over the arguments that have lanes, but for a single lane, which stays ordinary as a client alone."""
-    lanes = next(len(u) for u, has in zip(jax.tree.leaves(args), jax.tree.leaves(has_lanes), strict=True) if has)
-    if lanes > 1:
-        return jax.vmap(fn, jax.tree.map(lambda has: 0 if has else None, has_lanes))(*args)
-    out = fn(*jax.tree.map(lambda u, has: u[0] if has else u, args, has_lanes))
-    return jax.tree.map(lambda u: u[None], out)
 
 
 def joined(first: Info, second: Info) -> Info:

@@ -261,7 +261,7 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
 
         @functools.partial(jax.jit, inline=True)  # so that it is traced once for its shapes and for the loop
         def run_chunk(held: Tree, ids: Array, at: Array, rows: Array, slots: Array) -> tuple[Tree, Tree, Tree]:
-            new, messages, info = _lanes_of(one)((ids, at), tree.take(held, rows))
+            new, messages, info = tree.vmapped(one, (True, True))((ids, at), tree.take(held, rows))
             real = at < data.num_clients
             weights = jnp.where(real, jnp.take(data.size, at, mode='clip'), 0).astype(jnp.float32)
             # A state may hold infinity by design, as a smallest loss so far; what is NaN stays so.
@@ -447,18 +447,6 @@ def participants(key: Array, rounds: Array | int, population: int, cohort: int |
         return seen.at[choose(cohort_key(jax.random.fold_in(key, t)), population, cohort)].set(True)
 
     return jax.lax.fori_loop(0, rounds, join, jnp.zeros(population, bool))
-
-
-def _lanes_of(one: Callable[..., Any]) -> Callable[..., Any]:
-    """vmap, except that a single lane is run as it is: convolutions stay ordinary ones."""
-
-    def run(who: tuple[Array, Array], clients: Tree) -> Any:
-        if len(who[0]) > 1:
-            return jax.vmap(one)(who, clients)
-        out = one(*jax.tree.map(lambda u: u[0], (who, clients)))
-        return jax.tree.map(lambda u: jnp.asarray(u)[None], out)  # Python's numbers, too, as `vmap` does
-
-    return run
 
 
 def _report(server: Tree, ids: Array, info: Info, broken: Array, paid: Array) -> Report:

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -124,3 +124,24 @@ def take(a: Tree, rows: Array) -> Tree:
 def put(a: Tree, rows: Array, values: Tree) -> Tree:
     """`a [n, ...]` with `values [m, ...]` in the `rows [m]` int of every leaf; rows beyond the end are dropped."""
     return jax.tree.map(lambda u, v: u.at[rows].set(v, mode='drop'), a, values)
+
+
+def vmapped(fn: Callable[..., Tree], has_lanes: tuple[Tree, ...]) -> Callable[..., Tree]:
+    """`jax.vmap`, except that a single lane is run as it is: its convolutions stay ordinary ones.
+
+    Args:
+      fn: of one lane.
+      has_lanes: for each argument, or each part of it, whether it has lanes, [n, ...]; at least one must.
+
+    Returns:
+      The same of all lanes; what it gives is [n, ...], Python's numbers included.
+    """
+
+    def run(*args: Tree) -> Tree:
+        parts = jax.tree.leaves(jax.tree.map(lambda has, u: jax.tree.leaves(u) if has else [], has_lanes, args))
+        if len(parts[0]) > 1:
+            return jax.vmap(fn, jax.tree.map(lambda has: 0 if has else None, has_lanes))(*args)
+        first = jax.tree.map(lambda has, u: jax.tree.map(lambda v: v[0], u) if has else u, has_lanes, args)
+        return jax.tree.map(lambda u: jnp.asarray(u)[None], fn(*first))
+
+    return run

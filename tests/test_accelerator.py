@@ -159,6 +159,13 @@ def alive(pid):
         return False
 
 
+@pytest.mark.parametrize('wrong', ['0', '-3', 'nan', 'inf', 'long', '0.05'])
+def test_a_call_without_time_is_refused(script, tmp_path, wrong, capsys):
+    with pytest.raises(SystemExit):
+        script.arguments(['--out', str(tmp_path), f'--minutes={wrong}'])
+    assert f"'{wrong}' is not a number of minutes above 0.08" in capsys.readouterr().err
+
+
 def test_only_one_at_a_time(rows, tmp_path):
     with rows._checkpoints.holding(tmp_path):
         call = [sys.executable, str(BENCHMARKS / 'accelerator.py'), '--out', str(tmp_path)]

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fedjax_nc import tree
@@ -28,3 +29,20 @@ def test_integers_and_keys_are_finite(whole):
     assert jax.jit(tree.finite)(whole)
     assert jnp.all(tree.finite_rows(whole))
     assert not jnp.any(tree.nan_rows(whole))
+
+
+@pytest.mark.parametrize('n', [1, 3])
+def test_lanes_are_those_of_vmap_but_a_single_one_is_no_lane(n):
+    seen = []
+
+    def fn(pair, shared):
+        seen.append('vmap' if 'Batch' in type(pair[0]).__name__ else 'alone')
+        return pair[0] @ shared, {'key': jax.random.key_data(pair[1]['key']), 'rest': pair[1]['none'], 'number': 2}
+
+    pair = (jax.random.normal(jax.random.key(1), (n, 4)), {'key': jax.random.split(jax.random.key(0), n), 'none': ()})
+    shared = jnp.arange(8.0).reshape(4, 2)
+    got, want = (f(pair, shared) for f in (tree.vmapped(fn, (True, False)), jax.vmap(fn, (0, None))))
+    assert seen == ['alone' if n == 1 else 'vmap', 'vmap']
+    jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-6), got, want)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert got[1]['number'].tolist() == n * [2]

@@ -114,14 +114,17 @@ class Consortium:
             )  # fmt: skip
 
     def send(self, name: str, what: signal.Signals) -> None:
-        """Sends a signal to a program and all that it started; after one that kills, it is gone."""
+        """Sends a signal to a program and all that it started; after one that kills, all of it is gone."""
+        begun = _started_by(self.running[name].pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.running[name].pid, what)
+        _signal(begun, what)
         if what in (signal.SIGKILL, signal.SIGTERM):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.running[name].wait(20)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.running[name].pid, signal.SIGKILL)
+            _signal(begun, signal.SIGKILL)
             del self.running[name]
 
     def flwr(self, *arguments: str) -> str:
@@ -216,6 +219,24 @@ class Consortium:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _started_by(pid: int) -> list[int]:
+    """The processes below one, also those in groups of their own, as Flower's apps are."""
+    said = subprocess.run(['ps', '-A', '-o', 'pid=,ppid='], capture_output=True, text=True, check=True).stdout
+    below: dict[int, list[int]] = {}
+    for child, parent in (map(int, line.split()) for line in said.splitlines()):
+        below.setdefault(parent, []).append(child)
+    found = [pid]
+    for one in found:  # grows on the way
+        found += below.get(one, [])
+    return found[1:]
+
+
+def _signal(pids: list[int], what: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, what)
 
 
 def _free_port() -> int:
