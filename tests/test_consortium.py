@@ -3,14 +3,28 @@
 import json
 import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.slow
+DETACHED = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def wait(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def run(script, *arguments, out):
@@ -22,6 +36,20 @@ def run(script, *arguments, out):
     return done.stdout
 
 
+@pytest.mark.skipif(not Path('/proc/self/stat').exists(), reason='looks into /proc')
+def test_what_a_killed_program_has_detached_is_killed_too(tmp_path):
+    pytest.importorskip('cryptography')
+    consortium = runpy.run_path(str(ROOT / 'examples/consortium/run.py'))['Consortium'](tmp_path)
+    consortium.start('parent', [sys.executable, '-c', DETACHED])
+    log = consortium.logs / 'parent.log'
+    wait(log.read_text)
+    stat = Path(f'/proc/{int(log.read_text())}/stat')
+    assert stat.exists()
+    consortium.send('parent', signal.SIGKILL)
+    wait(lambda: not stat.exists() or stat.read_text().split()[2] == 'Z')
+
+
+@pytest.mark.slow
 def test_the_example_bears_two_lost_sites_and_equals_simulation(tmp_path):
     said = run('examples/consortium/run.py', '--rounds', '4', out=tmp_path)
     assert 'site 1 is killed' in said
@@ -38,11 +66,13 @@ def test_the_example_bears_two_lost_sites_and_equals_simulation(tmp_path):
     assert 'finished:completed' in run('examples/consortium/run.py', '--rounds', '4', '--calm', out=tmp_path)
 
 
+@pytest.mark.slow
 def test_secure_aggregation_of_processes(tmp_path):
     said = run('examples/consortium/run.py', '--rounds', '1', '--secure', out=tmp_path)
     assert 0 < float(re.search(r'rounds: (\S+)\n', said)[1]) < 2e-5  # rounding to whole numbers, in one round
 
 
+@pytest.mark.slow
 def test_kills_at_random(tmp_path):
     run('benchmarks/consortium_faults.py', '--rounds', '6', '--sites', '2', '--servers', '1', out=tmp_path)
     counts = json.loads((tmp_path / 'faults.json').read_text())
