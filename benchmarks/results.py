@@ -12,7 +12,7 @@ def markdown(result: dict[str, Any]) -> str:
     title = (
         f'{result["workload"]}: {result["algorithm"]}, {result["model"]}, {result["clients"]} clients{sampled}, batch '
         f'{result["batch_size"]}, epochs {result["epochs"]}, {result["data"]}, {result["precision"]}; '
-        f'{result["model_flops_per_round"] / 1e9:.3g} GFLOP a round; {result["rounds"]} timed rounds.'
+        f'{result["model_flops_per_round"] / 1e9:.3g} GFLOP a round; {result["rounds"]} timed calls.'
     )
     peers = result['peers']
     names = [

@@ -70,6 +70,7 @@ def arguments(argv: list[str] | None, parser: Parser | None = None) -> argparse.
     parser.add_argument('--tails', type=count, nargs='+', help='smaller batches for what full ones leave over')
     parser.add_argument('--narrower', type=count, nargs='+', help='fewer lanes for clients that outlast others')
     parser.add_argument('--chunk', type=count, nargs='+', default=[None], help="default: the library's choice")
+    parser.add_argument('--rounds-per-call', type=count, nargs='+', default=[1], help='rounds compiled into one call')
     parser.add_argument('--devices', type=count, nargs='+', default=[None], help='share a round; CPUs are cut up')
     parser.add_argument('--conv', choices=list(CONVS), nargs='+', default=[None], help="default: the library's choice")
     parser.add_argument('--tune', action='store_true', help='measure forms and chunks first, and add the fastest')
@@ -78,7 +79,7 @@ def arguments(argv: list[str] | None, parser: Parser | None = None) -> argparse.
         '--tf32', choices=['on', 'off'], default='on',
         help='whether NVIDIA GPUs may use it for float32, here and in PyTorch alike; other devices have none',
     )  # fmt: skip
-    parser.add_argument('--rounds', type=count, default=5, help='timed rounds of each row')
+    parser.add_argument('--rounds', type=count, default=5, help='timed calls of each row')
     parser.add_argument('--max-examples', type=count, help='use a part of the training set')
     parser.add_argument(
         '--keep', choices=['device', 'host', 'disk'], help='FedAvg whose clients keep their momentum, and where'
@@ -104,6 +105,8 @@ def settle(args: argparse.Namespace) -> Workload:
         work = work._replace(cohort=max(1, round(base.cohort / base.clients * work.clients)))
     if work.cohort > work.clients:
         raise ValueError(f'--cohort {work.cohort} is more than the {work.clients} clients')
+    if args.keep in ('host', 'disk') and max(args.rounds_per_call) > 1:
+        raise ValueError(f'--keep {args.keep}: what is kept there comes and goes between rounds, one a call')
     if work.model != 'mlp' and work.side < 18:
         raise ValueError(f'{args.workload} has images of {work.side}x{work.side}, too small for --model {work.model}')
     return work
@@ -130,7 +133,7 @@ class Row:
     """One way to compute the round: compiled, warmed up and timed."""
 
     def __init__(self, args: argparse.Namespace, work: Workload, clients: FederatedData, conv: str | None,
-                 chunk: int | None, count: int | None = None) -> None:  # fmt: skip
+                 chunk: int | None, count: int | None = None, rounds: int = 1) -> None:  # fmt: skip
         task = algorithm(args, work, conv)
         away = args.keep in ('host', 'disk')
         folder = tempfile.gettempdir() if args.keep == 'disk' else None
@@ -142,7 +145,8 @@ class Row:
         self.conv = '-' if work.model == 'mlp' else conv or 'by platform (default)'
         for name in ('tails', 'narrower'):
             self.conv += f', {name} {" ".join(map(str, numbers))}' if (numbers := getattr(work, name)) else ''
-        self.devices = count or 1
+        self.conv += f', {rounds} rounds a call' if rounds > 1 else ''
+        self.devices, self.rounds = count or 1, rounds
         mesh = None if count is None else devices.mesh(jax.devices()[:count])
         if mesh is not None:
             placed, self.data = devices.place(mesh, self.state._replace(clients=()) if away else self.state, clients)
@@ -150,26 +154,32 @@ class Row:
         automatic = simulate.default_chunk(self.state.server, -(-work.cohort // self.devices))
         self.chunk = f'{automatic} (default)' if chunk is None else str(chunk)
         self.compile_seconds, self.memory = 0.0, None
-        self.seconds, self.examples, self.padded = list[float](), list[int](), list[float]()
+        self.seconds, self.examples, self.padded = list[float](), list[float](), list[float]()
         if away:  # compiles itself in the first round
             self.step = population.make_round(task, cohort=work.cohort, chunk=chunk, mesh=mesh)
             return
         start = time.perf_counter()
-        step = simulate.compiled(simulate.make_round(task, cohort=work.cohort, chunk=chunk, mesh=mesh))
-        self.step = step.lower(jax.random.key(0), self.state, self.data).compile()
+        step = simulate.make_round(task, cohort=work.cohort, chunk=chunk, mesh=mesh)
+        step = simulate.compiled(step if rounds == 1 else simulate.several(step))
+        self.step = step.lower(self.keys(jax.random.key(0)), self.state, self.data).compile()
         self.compile_seconds = time.perf_counter() - start
         m = self.step.memory_analysis()  # None where the backend does not say; the donated state is an alias
         sizes = m and (m.argument_size_in_bytes, m.output_size_in_bytes, m.temp_size_in_bytes, -m.alias_size_in_bytes)
         self.memory = sum(sizes) if sizes else None
 
+    def keys(self, key: jax.Array) -> jax.Array:
+        return key if self.rounds == 1 else jax.random.split(key, self.rounds)
+
     def round(self, key: jax.Array, timed: bool = True) -> simulate.Report:
+        """One round, or the several of a call, whose mean counts."""
+        keys = jax.block_until_ready(self.keys(key))
         start = time.perf_counter()
-        self.state, report = self.step(key, self.state, self.data)
+        self.state, report = self.step(keys, self.state, self.data)
         jax.block_until_ready((self.state.server, report))
         if timed:
-            self.seconds.append(time.perf_counter() - start)
-            self.examples.append(int(report.info.examples.sum()))
-            self.padded.append(float(report.padded_work))
+            self.seconds.append((time.perf_counter() - start) / self.rounds)
+            self.examples.append(int(report.info.examples.sum()) / self.rounds)
+            self.padded.append(float(report.padded_work.mean()))
         return report
 
     def results(self, flops: int, rate: float, peers: list[side_by_side.Peer]) -> dict[str, Any]:
@@ -225,7 +235,7 @@ def tuned(args: argparse.Namespace, work: Workload, clients: FederatedData) -> t
         choices = [choice._replace(narrower=tuple(work.narrower)) for choice in choices]
     found = tuning.fastest(
         lambda choice: algorithm(args, planned(work, choice), choice.conv), clients,
-        [choice for choice in choices if choice.rounds_per_call == 1], cohort=work.cohort,
+        [choice for choice in choices if choice.rounds_per_call == 1 or not args.keep], cohort=work.cohort,
         show=lambda line: print(f'tuning: {line}', file=sys.stderr),
     )  # fmt: skip
     return found.choice
@@ -242,10 +252,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     work = settle(args)
     prepare(max(count or 1 for count in args.devices), args.tf32)
     clients, source = load(args, work)
-    wanted = [(work, *each) for each in itertools.product(args.conv, args.chunk, args.devices)]
+    wanted = [(work, *each) for each in itertools.product(args.conv, args.chunk, args.devices, args.rounds_per_call)]
     if args.tune:
         best = tuned(args, work, clients)
-        wanted.append((planned(work, best), best.conv, best.chunk, None))
+        wanted.append((planned(work, best), best.conv, best.chunk, None, best.rounds_per_call))
     rows = [Row(args, each, clients, *how) for each, *how in wanted]
     n, rates = 2048 if jax.default_backend() == 'cpu' else 8192, list[float]()
     square = jax.random.normal(jax.random.key(0), (n, n), jnp.float32).astype(args.precision)
@@ -258,7 +268,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             for row in rows:
                 report = row.round(jax.random.key(r), timed=r > 0)  # the key chooses the cohort: the same for every row
             rates += [matmul_rate(square) for _ in range(3)]
-            cohort = [k for k in np.asarray(report.ids).tolist() if k < work.clients]
+            last = np.asarray(report.ids).reshape(-1, report.ids.shape[-1])[-1]
+            cohort = [k for k in last.tolist() if k < work.clients]
             for peer in peers:
                 peer.round(cohort, timed=r > 0)
     peers = [peer for peer in peers if peer.seconds]

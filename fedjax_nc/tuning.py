@@ -162,7 +162,7 @@ def fastest(
       choices: what to try, such as `candidates(cohort)`; in doubt the first one wins.
       cohort: clients a round; all by default.
       seconds: that a timed call should take, if a whole round takes as long.
-      repeats: timed calls of each; the shortest counts. Of short calls there are up to 50, for about `seconds`. Where
+      repeats: timed calls of each; the shortest counts. Of short calls there are up to 400, for about `seconds`. Where
         they are not short, one that after the first seems to take twice as long as another is not called again.
       cache: a JSON file in which results are kept, by device, versions, algorithm, shapes and choices.
       show: called with a line on each choice.
@@ -281,12 +281,12 @@ class Trial:
     def seconds(self, cap: int, repeats: int, limit: float = float('inf'), least: float = 0.0) -> float:
         """Of a whole round, from one in which no client has more than `cap` examples and one with half of that.
 
-        Each is timed `repeats` times, and up to 50 times until that has taken about `least`: short calls differ more.
+        Each is timed `repeats` times, and up to 400 times until that has taken about `least`: short calls differ more.
         Once, if the round would take longer than `limit` and is no short one.
         """
         self.call(1)
         once = self.extrapolated(cap, 1)
-        times = max(repeats, min(50, round(least / max(once * len(self.keys), 1e-9))))
+        times = max(repeats, min(400, round(least / max(once * len(self.keys), 1e-9))))
         if times == 1 or (once > limit and times == repeats):
             return once
         return self.extrapolated(cap, times)

@@ -63,6 +63,22 @@ def test_the_fastest_form_may_be_looked_for_first(bench, capsys, monkeypatch):
     assert capsys.readouterr().err.count('tuning: default form, chunk 2: ') == 1
 
 
+def test_rounds_of_one_call_are_told_by_the_round(bench):
+    few = ['--workload', 'W4', '--clients', '20', '--cohort', '4', '--rounds', '2', '--rounds-per-call', '1', '3']
+    single, several = bench.main(few)['rows']
+    assert (single['conv'], several['conv']) == ('-', '-, 3 rounds a call')
+    for row in (single, several):
+        np.testing.assert_allclose(row['samples_per_second'] * row['seconds_per_round'], 4 * 20)
+    args = bench.arguments(few)
+    work = bench.settle(args)
+    row = bench.Row(args, work, bench.load(args, work)[0], None, None, None, 3)
+    report = row.round(jax.random.key(0))
+    assert report.ids.shape == (3, 4)
+    assert int(row.state.server.round) == 3
+    with pytest.raises(ValueError, match='one a call'):
+        bench.main([*few, '--keep', 'host'])
+
+
 def test_a_bad_argument_is_one_line():
     done = script('--cohort', 21)
     assert done.returncode != 0

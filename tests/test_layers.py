@@ -539,6 +539,56 @@ def test_bias_gradient_is_summed_in_float32():
     assert float(gradient['bias'][0]) == 4 * 32 * 32
 
 
+@pytest.mark.parametrize('lanes', [None, 3])
+def test_a_small_dense_layer_has_the_derivatives_of_a_large_one(monkeypatch, lanes):
+    layer = layers.dense(5, 7, jnp.float32)
+    shape = () if lanes is None else (lanes,)
+    x, w, v = normal(0, *shape, 4, 7), normal(1, *shape, 7, 5), normal(2, *shape, 7, 5)
+
+    def value(w, x):
+        return jnp.sum(jnp.sin(layer.apply({'params': {'kernel': w, 'bias': jnp.ones(5)}}, x)))
+
+    def derivatives(w, x, v):
+        first = jax.value_and_grad(value, (0, 1))(w, x)
+        forward = jax.jvp(lambda w: jax.grad(value, 1)(w, x), (w,), (v,))  # of the gradient: of second order
+        backward = jax.grad(lambda w: jnp.vdot(v, jax.grad(value)(w, x)))(w)
+        return first, forward, backward
+
+    def all_of_them():
+        each = functools.partial(derivatives) if lanes is None else jax.vmap(derivatives)  # traced anew
+        return jax.jit(each)(w, x, v), str(jax.make_jaxpr(each)(w, x, v))
+
+    small, program = all_of_them()
+    assert 'optimization_barrier' in program
+    monkeypatch.setattr(layers, '_SMALL', 4 * 7 * 5 - 1)
+    large, program = all_of_them()
+    assert 'optimization_barrier' not in program
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), small, large)
+
+
+def test_a_dense_layer_may_be_exported_for_any_batch():
+    layer = layers.dense(5, 7, jnp.float32)
+    params = layer.init(jax.random.key(0), jnp.zeros((1, 7)))
+    (batch,) = jax.export.symbolic_shape('batch')
+    gradient = jax.grad(lambda params, x: jnp.sum(layer.apply(params, x) ** 2))
+    program = jax.export.export(jax.jit(gradient))(params, jax.ShapeDtypeStruct((batch, 7), jnp.float32))
+    x = normal(0, 3, 7)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), program.call(params, x), gradient(params, x))
+
+
+def test_kernel_gradients_of_lanes_are_left_to_no_slow_product():
+    """On a CPU; a product whose left factor is transposed runs on one core."""
+    if not convolution.compiler_options():
+        pytest.skip('this jaxlib is without YNNPACK')
+    net, x = models.MLP((16, 8)), normal(0, 6, 4, 12)
+    params = net.init(jax.random.key(0), x[0])['params']
+    lanes = jax.tree.map(lambda u: jnp.stack([u] * 6), params)
+    step = jax.vmap(jax.grad(lambda p, x: jnp.sum(jnp.sin(net.apply({'params': p}, x)))))
+    text = jax.jit(step, compiler_options=convolution.compiler_options()).lower(lanes, x).compile().as_text()
+    assert text.count(' dot(') == 5  # forward and kernel gradients, and the second layer's input gradient
+    assert not re.findall(r' dot\(.*lhs_contracting_dims=\{1\}', text)
+
+
 @pytest.mark.parametrize('conv', [conv_sequential, conv_onednn])
 @pytest.mark.parametrize('batch', [1, 16, 35, 300])
 def test_kernel_gradient_takes_every_image_whatever_the_batch(conv, batch, monkeypatch):

@@ -10,7 +10,7 @@ import toys
 
 from fedjax_nc import heads, local, losses, models, simulate
 from fedjax_nc.algorithms import fedavg
-from fedjax_nc.base import Batch
+from fedjax_nc.base import Batch, Shard
 from fedjax_nc.data import federate, images
 from fedjax_nc.objective import objective
 
@@ -19,6 +19,26 @@ def loss(params, stats, batch):
     v = params
     z, stats = toys.task.features(v, batch)
     return toys.task.loss(v, z, batch), stats
+
+
+def test_few_are_sorted_as_many_are():
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 17, 128):
+        by = rng.integers(0, max(n // 2, 1), n).astype(np.float32)  # with ties, which keep their order
+        by[rng.random(n) < 0.3] = np.inf
+        values = jnp.asarray(rng.permutation(n), jnp.int32)
+        few = local._sorted_by_rank(jnp.asarray(by), values)
+        np.testing.assert_array_equal(few, np.asarray(values)[np.argsort(by, kind='stable')])
+        assert few.dtype == values.dtype
+
+
+@pytest.mark.parametrize('n', [local._FEW, local._FEW + 1])
+def test_a_shuffle_is_the_order_of_its_draws(n):
+    size, key = n - 5, jax.random.key(3)
+    nothing = jnp.zeros(0)
+    shard = Shard(nothing, nothing, jnp.arange(n, 0, -1), jnp.int32(size), nothing)
+    order = np.argsort(np.asarray(jax.random.uniform(key, (n,)))[:size], kind='stable')
+    np.testing.assert_array_equal(local._shuffled(key, shard, 1)[:size], n - order)
 
 
 @pytest.fixture(scope='module')

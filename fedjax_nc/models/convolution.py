@@ -30,6 +30,8 @@ _YNN: dict[str, Any] = {
 }
 
 
+# Fewer copies of what a loop carries, as XLA's compilers for accelerators do by default.
+_COPIES: dict[str, Any] = {'xla_cpu_copy_insertion_use_region_analysis': True}
 _QUICK: dict[str, Any] = {'xla_cpu_use_fusion_emitters': False}  # XLA's older code generator
 _LEVEL: dict[str, Any] = {'xla_backend_optimization_level': 1}
 
@@ -56,7 +58,7 @@ def compiler_options(once: bool = False) -> dict[str, Any]:
     if jax.default_backend() != 'cpu':
         return {}
     found: dict[str, Any] = {}
-    for options in (_YNN, _QUICK, _LEVEL) if once else (_YNN,):
+    for options in (_YNN, _COPIES, _QUICK, _LEVEL) if once else (_YNN, _COPIES):
         found |= options if _accepts(tuple(options.items())) else {}
     return found
 

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -143,7 +144,34 @@ def uniform_init(fan_in: int) -> Callable[..., Array]:
 def dense(features: int, fan_in: int, dtype: DTypeLike) -> nn.Dense:
     """A dense layer with PyTorch's default initialisation."""
     init = uniform_init(fan_in)
-    return nn.Dense(features, dtype=dtype, kernel_init=init, bias_init=init)
+    return nn.Dense(features, dtype=dtype, kernel_init=init, bias_init=init, dot_general=_product)
+
+
+# Multiplications, batch x inputs x outputs, up to which transposing first pays (measured in `benchmarks/README.md`).
+_SMALL = 2**20
+
+
+def _product(x: Array, w: Array, dimensions: lax.DotDimensionNumbers, **options: Any) -> Array:
+    """`lax.dot_general` as a dense layer calls it, whose small kernel gradients are one product more on CPUs.
+
+    There YNNPACK takes a product only if the factor on the left is not transposed, as the inputs in a gradient are, and
+    what is left to XLA's older code runs on one core.
+    """
+    known = x.ndim == 2 and isinstance(x.shape[0], int)  # exported programs may take any batch
+    if not known or dimensions != (((1,), (0,)), ((), ())) or x.size * w.shape[1] > _SMALL:
+        return lax.dot_general(x, w, dimensions, **options)
+
+    @jax.custom_jvp
+    def product(x: Array, w: Array) -> Array:
+        return lax.dot_general(x, w, dimensions, **options)
+
+    def by_kernel(dw: Array, out: Array, x: Array, w: Array) -> Array:
+        # Transposed by autodiff this is a product of what is written here on the left. The barrier keeps it there.
+        turned = lax.platform_dependent(x, cpu=lambda x: lax.optimization_barrier(x.T), default=lambda x: x.T)
+        return lax.dot_general(turned, dw, (((0,), (0,)), ((), ())), **options)
+
+    product.defjvps(lambda dx, out, x, w: lax.dot_general(dx, w, dimensions, **options), by_kernel)
+    return product(x, w)
 
 
 class Conv(nn.Module):
