@@ -152,7 +152,7 @@ _SMALL = 2**20
 
 
 def _product(x: Array, w: Array, dimensions: lax.DotDimensionNumbers, **options: Any) -> Array:
-    """`lax.dot_general` as a dense layer calls it, whose small kernel gradients are one product more on CPUs.
+    """`lax.dot_general` as a dense layer calls it; on CPUs small kernel gradients transpose the inputs beforehand.
 
     There YNNPACK takes a product only if the factor on the left is not transposed, as the inputs in a gradient are, and
     what is left to XLA's older code runs on one core.
