@@ -144,10 +144,17 @@ class Info(NamedTuple):
     steps: Array  #: [] int32, optimizer steps taken
     examples: Array  #: [] int32, examples visited
     slots: Array  #: [] int32, batch rows computed for them, padding included
-    #: [n] int32, `slots` by loops over batches, in each of which clients side by side wait for each other; () for one
+    #: [n] int32, `slots` by loops over batches, in each of which clients side by side wait for each other, without what
+    #: `lane_slots` counts; () for one loop, or none that is not counted
     loops: Any = ()
     #: [] int32, batch rows computed in its lane, those included in which it waited for others; () where nobody counts
     lane_slots: Any = ()
+
+    @property
+    def waits(self) -> Any:
+        """The loops of which `lane_slots` holds nothing, [n] int32, or [] for a single one; () if it holds all."""
+        alone = isinstance(self.loops, tuple) and isinstance(self.lane_slots, tuple)
+        return self.slots if alone else self.loops
 
 
 class Algorithm(NamedTuple):

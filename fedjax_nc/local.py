@@ -270,11 +270,11 @@ def local_sgd(
     examples = plan.epochs * shard.size
     loops = [plan.epochs * width for width in (full * b, *(tail * fit for tail, fit in zip(tails, fits, strict=True)))]
     info = Info(total / jnp.maximum(examples, 1), plan.epochs * steps, examples, sum(loops[1:], start=loops[0]))
-    if plan.tails:  # as many as the plan has, however few examples fit in a batch here: all clients say the same
-        unused = len(plan.tails) - len(tails)
-        info = info._replace(loops=jnp.pad(jnp.stack(loops), (0, unused)))
     if plan.narrower:
         info = info._replace(lane_slots=lane_slots[0])
+    elif plan.tails:  # as many as the plan has, however few examples fit in a batch here: all clients say the same
+        unused = len(plan.tails) - len(tails)
+        info = info._replace(loops=jnp.pad(jnp.stack(loops), (0, unused)))
     return Trained(params, stats, opt_state, info)
 
 
@@ -350,12 +350,13 @@ def joined(first: Info, second: Info) -> Info:
     """The work of two phases: sums of `first` and `second`, with the loss of the second."""
     steps, examples, slots = (a + b for a, b in zip(first[1:4], second[1:4], strict=True))
     whole = Info(second.loss, steps, examples, slots)
-    if not isinstance(first.lane_slots, tuple) and not isinstance(second.lane_slots, tuple):
-        whole = whole._replace(lane_slots=first.lane_slots + second.lane_slots)
-    if isinstance(first.loops, tuple) and isinstance(second.loops, tuple):
+    counted = [info.lane_slots for info in (first, second) if not isinstance(info.lane_slots, tuple)]
+    if counted:
+        whole = whole._replace(lane_slots=sum(counted[1:], start=counted[0]))
+    elif isinstance(first.loops, tuple) and isinstance(second.loops, tuple):
         return whole
-    loops = [jnp.atleast_1d(info.slots if isinstance(info.loops, tuple) else info.loops) for info in (first, second)]
-    return whole._replace(loops=jnp.concatenate(loops))
+    loops = [jnp.atleast_1d(info.waits) for info in (first, second) if not isinstance(info.waits, tuple)]
+    return whole._replace(loops=jnp.concatenate(loops)) if loops else whole
 
 
 def sweep(fn: Callable[[Batch], Array], shard: Shard, batch_size: int, key: Array | None = None) -> Array:

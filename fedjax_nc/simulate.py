@@ -270,11 +270,11 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
             messages = tree.rows_where(weights > 0, messages, 0.0)  # nothing of nobody's, not even NaN
             with jax.named_scope('aggregate'):
                 total = algorithm.aggregate.partial(messages, weights, slots, count * len(all_slots) * lanes)
-            if isinstance(info.lane_slots, tuple):  # clients wait for the longest in each of their loops
-                loops = info.slots if isinstance(info.loops, tuple) else info.loops
-                paid = lanes * jnp.sum(jnp.max(loops, axis=0)).astype(jnp.float32)
-            else:
-                paid = jnp.sum(info.lane_slots.astype(jnp.float32))
+            paid = jnp.float32(0)
+            if not isinstance(info.lane_slots, tuple):
+                paid += jnp.sum(info.lane_slots.astype(jnp.float32))
+            if not isinstance(info.waits, tuple):  # in each of these loops clients wait for the longest
+                paid += lanes * jnp.sum(jnp.max(info.waits, axis=0)).astype(jnp.float32)
             # Nobody's row lies beyond the end, and what is written there is dropped.
             summed = total, jnp.sum(weights), jnp.sum(jnp.sign(weights))
             return tree.put(held, rows, new), summed, (info, broken, paid)
