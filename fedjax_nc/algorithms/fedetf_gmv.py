@@ -71,7 +71,7 @@ def algorithm(
         paper's algorithm begins one before.
       scale: length of the ETF's columns.
       mu_norm: 'present' divides a class's sum of client means by the clients that hold it; 'selected', the paper's
-        letter, by all clients of the cohort, which shrinks the memory of classes that few hold.
+        letter, by all clients of the cohort that hold examples, which shrinks the memory of classes that few hold.
       mu_weight: 'client' gives each holder one vote, 'sample' one for each example.
       mu_ema: inertia of a memory that was seen before.
       features: 'final' takes them from the trained local model in evaluation mode, at the cost of one more pass;
