@@ -74,7 +74,9 @@ class Rounds:
     def __call__(self, keys: Array, state: State, data: FederatedData) -> tuple[State, simulate.Report, Row]:
         begin, compiling = time.perf_counter(), {}
         if not self.ready(len(keys)):
-            made = self._rounds if self._lazy else self._rounds.lower(keys, state, data).compile()
+            # Without jit nothing can be compiled ahead of its call.
+            called = self._lazy or jax.config.jax_disable_jit  # type: ignore[attr-defined]
+            made = self._rounds if called else self._rounds.lower(keys, state, data).compile()
             self._executables[len(keys)] = made
             compiling = {'compile_seconds': time.perf_counter() - begin}
             begin = time.perf_counter()
@@ -187,10 +189,14 @@ def metrics(found: Any) -> Row:
         if name in OWN:
             raise ValueError(f'{name!r} is what each row says of its round: give that metric of evaluate another name')
         number = np.asarray(value)
-        if number.ndim or not (number.dtype == bool or jax.dtypes.issubdtype(number.dtype, np.number)):
+        if number.ndim or not _real(number.dtype):
             raise ValueError(f'metric {name!r} of evaluate must be one number, not {checks.shown(value)}')
         told[str(name)] = float(number)
     return told
+
+
+def _real(dtype: Any) -> bool:
+    return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.bool_, np.integer, np.floating))
 
 
 def warn_of_broken(report: simulate.Report, new: list[Row], data: FederatedData) -> None:

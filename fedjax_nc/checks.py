@@ -99,12 +99,30 @@ def whole(name: str, value: Any, least: int = 1, advice: str = '') -> None:
     known = False
     if not isinstance(value, bool | np.bool_) and not traced(value):
         with contextlib.suppress(TypeError):  # 2.5 is no index, and neither is 'x'
-            known = operator.index(value) == value
-    if not known or value < least:
+            operator.index(value)
+            known = True
+    if not known or operator.index(value) < least:
         said = f': {advice}' if advice else ''
         raise ValueError(
             f'{name} must be {"" if known else "a whole number of "}at least {least}, not {shown(value)}{said}'
         )
+
+
+def static(name: str, value: Any, least: int = 1) -> int:
+    """A whole number that programs are compiled for, as Python has it: jax's own would be traced.
+
+    Args:
+      name: what the caller calls it.
+      value: a whole number of Python's, NumPy's or jax's.
+      least: the smallest number that passes.
+
+    Raises:
+      ValueError: for all else, what is traced among it.
+    """
+    if traced(value):
+        raise ValueError(f'{name} must be known when a program is compiled, not be traced')
+    whole(name, value, least)
+    return operator.index(value)
 
 
 def labels(name: str, y: Any, length: int | None = None, classes: int | None = None) -> None:

@@ -26,9 +26,10 @@ def sums(z: Array, y: Array, weight: Array, classes: int) -> tuple[Array, Array]
       classes: their number C.
 
     Raises:
-      ValueError: as all of this module, for other shapes than [n, D], [n] and [n], or labels that are no integers.
+      ValueError: as all of this module, for other shapes than [n, D], [n] and [n], or labels that are no integers in
+        [0, C), as far as they are known.
     """
-    check_rows(z, y, weight)
+    check_rows(z, y, weight, classes)
     share = jax.nn.one_hot(checks.widened(y), classes, dtype=jnp.float32) * weight[:, None]
     z = jnp.where(weight[:, None] > 0, z.astype(jnp.float32), 0.0)
     return jnp.matmul(share.T, z, precision='highest'), jnp.sum(share, axis=0)
@@ -47,7 +48,7 @@ def scatter(z: Array, y: Array, weight: Array, mean: Array) -> Array:
     Classes follow each other, so that memory is that of the features and the result. Other arguments and errors are
     those of `sums`: ValueError.
     """
-    check_rows(z, y, weight)
+    check_rows(z, y, weight, len(mean))
     z = z.astype(jnp.float32)
 
     def of_class(args: tuple[Array, Array]) -> Array:
@@ -58,8 +59,9 @@ def scatter(z: Array, y: Array, weight: Array, mean: Array) -> Array:
     return jax.lax.map(of_class, (jnp.arange(mean.shape[0]), mean))
 
 
-def check_rows(z: Array, y: Array, weight: Array) -> None:
-    """Raises ValueError unless every row of `z [n, D]` has one integer label `y [n]` and one `weight [n]`."""
+def check_rows(z: Array, y: Array, weight: Array, classes: int | None = None) -> None:
+    """Raises ValueError unless every row of `z [n, D]` has one integer label `y [n]`, in [0, `classes`) where they are
+    said, and one `weight [n]`."""
     checks.rows('z', z)
-    checks.labels('y', y, len(z))
+    checks.labels('y', y, len(z), classes)
     checks.rows('weight', weight, 1, len(z))

@@ -35,7 +35,7 @@ def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int =
     """
     classes = shard.counts.shape[0]
     checks.labels('labels', shard.y, len(shard.x))
-    checks.whole('batch_size', batch_size)
+    batch_size = checks.static('batch_size', batch_size)
     logits = jax.eval_shape(predict, shard.x[:1])
     checks.rows('logits', logits, length=1)
     width = logits.shape[-1]
@@ -90,7 +90,8 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
     """
     checks.kind('algorithm', algorithm, Algorithm)
     checks.kind('state', state, State)
-    checks.whole('num_classes', num_classes)
+    num_classes = checks.static('num_classes', num_classes)
+    batch_size = checks.static('batch_size', batch_size)
     if isinstance(x, np.ndarray) and x.nbytes > AT_ONCE and len(x) == len(y):
         rows = max(1, AT_ONCE // x[:1].nbytes)
         pieces = [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
@@ -169,6 +170,7 @@ def per_client(
     if allowed is not None and np.shape(allowed)[1:] != (data.num_classes,):
         raise ValueError(f'`allowed` must be [K, C] for {data.num_classes} classes, not {np.shape(allowed)}')
     checks.stacked('state.clients', state.clients)
+    batch_size = checks.static('batch_size', batch_size)
     for what, found in (('the state has', state.clients), ('`allowed` has rows for', allowed)):
         sizes = {len(u) for u in jax.tree.leaves(found)} - {data.num_clients}
         if sizes:
@@ -221,11 +223,13 @@ def _per_client(
     return jax.lax.map(one, (jnp.arange(data.num_clients), state.clients, allowed))
 
 
-def _square(counts: Array) -> None:
-    """Raises ValueError, as all that reads tables does, for what is no table `[..., C, C]`."""
-    shape = np.shape(counts)
+def _square(counts: Array) -> Array:
+    """Tables `[..., C, C]`, nested lists too. Raises ValueError, as all that reads them does, for another shape."""
+    counts = jnp.asarray(counts)
+    shape = counts.shape
     if len(shape) < 2 or shape[-1] != shape[-2]:
         raise ValueError(f'a table of counts has the shape [..., C, C], not {shape}: see generic and per_client')
+    return counts
 
 
 @jax.jit
@@ -241,7 +245,7 @@ def accuracy(counts: Array) -> Array:
       >>> float(evaluate.accuracy(jnp.array([[3, 1], [0, 4]])))
       0.875
     """
-    _square(counts)
+    counts = _square(counts)
     total = jnp.sum(counts, axis=(-2, -1))
     return jnp.trace(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
 
@@ -252,7 +256,7 @@ def class_accuracy(counts: Array) -> Array:
 
     Raises ValueError for another shape.
     """
-    _square(counts)
+    counts = _square(counts)
     total = jnp.sum(counts, axis=-1)
     return jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
 
@@ -274,7 +278,8 @@ def weighted_accuracy(counts: Array, weights: Array) -> Array:
     Raises:
       ValueError: for shapes that do not go together.
     """
-    _square(counts)
+    counts = _square(counts)
+    weights = jnp.asarray(weights)
     _by_class('weights', weights, counts)
     weights = jnp.where(jnp.sum(counts, axis=-1) > 0, weights, 0.0)
     total = jnp.sum(weights, axis=-1)
@@ -300,6 +305,9 @@ def groups(counts: Array) -> Array:
     From the largest class down, 'many' are those up to the one with which three quarters of the examples are reached,
     'medium' those up to 95 %, as in FedLoGe (Xiao et al., ICLR 2024). `counts [K, C]` are grouped row by row.
     """
+    counts = jnp.asarray(counts)
+    if jnp.issubdtype(counts.dtype, jnp.integer):
+        counts = counts.astype(jnp.int32)  # unsigned ones would wrap below zero, small ones beyond their largest
     order = jnp.argsort(-counts, axis=-1)
     ordered = jnp.take_along_axis(counts, order, axis=-1)
     before = jnp.cumsum(ordered, axis=-1) - ordered
@@ -327,7 +335,8 @@ def group_accuracy(counts: Array, groups: Array) -> Array:
     Raises:
       ValueError: for shapes that do not go together.
     """
-    _square(counts)
+    counts = _square(counts)
+    groups = jnp.asarray(groups)
     _by_class('groups', groups, counts)
     hits = by_group(jnp.diagonal(counts, axis1=-2, axis2=-1), groups)
     return hits / jnp.maximum(by_group(jnp.sum(counts, axis=-1), groups), 1).astype(jnp.float32)
@@ -339,7 +348,7 @@ def class_f1(counts: Array) -> Array:
 
     Raises ValueError for another shape.
     """
-    _square(counts)
+    counts = _square(counts)
     met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2)
     return 2.0 * jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(met, 1).astype(jnp.float32)
 
@@ -350,7 +359,7 @@ def macro_f1(counts: Array) -> Array:
 
     Raises ValueError for another shape.
     """
-    _square(counts)
+    counts = _square(counts)
     met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2) > 0
     return jnp.sum(class_f1(counts), axis=-1) / jnp.maximum(jnp.sum(met, axis=-1), 1)
 
@@ -361,7 +370,7 @@ def weighted_f1(counts: Array) -> Array:
 
     Raises ValueError for another shape.
     """
-    _square(counts)
+    counts = _square(counts)
     support = jnp.sum(counts, axis=-1)
     total = jnp.maximum(jnp.sum(support, axis=-1), 1).astype(jnp.float32)
     return jnp.sum(support * class_f1(counts), axis=-1) / total
@@ -388,7 +397,7 @@ def over(values: Array, weight: Array) -> Over:
     Raises:
       ValueError: for weights of another shape.
     """
-    weight = jnp.asarray(weight)
+    values, weight = jnp.asarray(values), jnp.asarray(weight)
     if weight.ndim == 0 or weight.shape != values.shape[: weight.ndim]:
         raise ValueError(f'weights {weight.shape} do not fit values {values.shape}: give one for each client')
     weight = jnp.expand_dims(weight, range(weight.ndim, values.ndim)).astype(jnp.float32)
@@ -423,7 +432,7 @@ def over_clients(counts: Array) -> OverClients:
       >>> [round(float(u), 3) for u in evaluate.over_clients(tables)]  # mean, std, pooled, low
       [0.75, 0.25, 0.833, 0.55]
     """
-    _square(counts)
+    counts = _square(counts)
     checks.rows('tables', counts, 3)
     tested = jnp.sum(counts, axis=(-2, -1)) > 0
     values = accuracy(counts)

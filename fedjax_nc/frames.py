@@ -105,7 +105,7 @@ def uniform(key: Array, dim: int, classes: int, method: str = 'auto') -> Array:
 
 def min_distance(frame: Array) -> Array:
     """Smallest Euclidean distance between two columns of a `frame [d, C]`: [] float32, infinite for one column."""
-    columns = frame.astype(jnp.float32).T
+    columns = jnp.asarray(frame, jnp.float32).T
 
     def nearest(i: Array) -> Array:
         # Differences, because products would lose the digits of close pairs; one column at a time, to save memory.

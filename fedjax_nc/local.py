@@ -58,6 +58,8 @@ def checked(name: str, plan: Plan) -> None:
     """
     if not isinstance(plan, Plan):
         raise ValueError(f'{name} must be a local.Plan(batch_size, epochs), not {checks.shown(plan)}')
+    if any(isinstance(number, jax.Array) for number in jax.tree.leaves(tuple(plan))):
+        raise ValueError(f"{name} must hold numbers of Python's, for which programs are compiled, and no jax array")
     checks.whole(f'batch_size of {name}', plan.batch_size)
     checks.whole(f'epochs of {name}', plan.epochs)
     for field, told in (('tails', 'batch sizes'), ('narrower', 'numbers of lanes')):

@@ -71,8 +71,14 @@ class Store:
         return sum(leaf.nbytes for leaf in self._leaves)
 
     def take(self, ids: np.ndarray) -> Tree:
-        """The states of clients `ids [M]` int, stacked [M, ...]; those of K and beyond are first states of nobody."""
+        """The states of clients `ids [M]` int, stacked [M, ...]; those of K and beyond are first states of nobody.
+
+        Raises:
+          ValueError: for what are no integers, or negative ones.
+        """
         ids = np.asarray(ids)
+        if ids.ndim != 1 or ids.dtype.kind not in 'iu' or (ids < 0).any():
+            raise ValueError(f'ids must be a vector of numbers of clients, from 0 on, not {checks.shown(ids)}')
         slots = self._slots[np.minimum(ids, self.num_clients - 1)]
         known = (slots >= 0) & (ids < self.num_clients)
         if known.all():
@@ -186,7 +192,7 @@ def make_round(
         lambda key, population: simulate.choose(simulate.cohort_key(key), population, cohort), static_argnums=1
     )
     if cohort is not None:
-        checks.whole('cohort', cohort)
+        cohort = checks.static('cohort', cohort)
 
     def round(
         key: Array, state: State, data: FederatedData | Part, ids: Array | None = None

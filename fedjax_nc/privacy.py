@@ -63,7 +63,7 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     checks.kind('algorithm', algorithm, Algorithm)
     checks.number('clip', clip, open_low=True)
     checks.number('noise_multiplier', noise_multiplier)
-    checks.whole('cohort', cohort)
+    cohort = checks.static('cohort', cohort)
     # NumPy's half precision would go on in all products; what is traced, as by `simulate.tuned`, stays so.
     clip, noise_multiplier = (u if checks.traced(u) else float(u) for u in (clip, noise_multiplier))
 
@@ -96,7 +96,7 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
         message = jax.tree.map(lambda u: u[None], mean)
 
         def sent(slot: Array) -> Tree:
-            return algorithm.aggregate.partial(message, jnp.ones(1), slot[None], cohort)
+            return algorithm.aggregate.partial(message, jnp.ones(1, jnp.float32), slot[None], cohort)
 
         slots = jnp.arange(cohort)
         total = jax.lax.fori_loop(1, cohort, lambda i, total: tree.add(total, sent(slots[i])), sent(slots[0]))

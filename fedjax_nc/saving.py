@@ -28,6 +28,7 @@ from fedjax_nc._checkpoints import replace
 from fedjax_nc.base import Algorithm, FederatedData, State, Tree
 
 FORMAT = 'fedjax_nc model 1'  #: what files of `save` call their format
+OWN = ('format', 'library', 'jax', 'example', 'num_classes', 'num_clients', 'client', 'classes')  #: what files say
 PLATFORMS = ('cpu', 'cuda', 'tpu')  #: what `export` writes for by default
 
 
@@ -222,6 +223,8 @@ def _description(
     logits = jax.eval_shape(lambda x: algorithm.predict(server, own, x), x)
     if about is not None and not isinstance(about, Mapping):
         raise ValueError(f'about must be what JSON can hold by name, not {checks.shown(about)}')
+    if taken := sorted({*(about or {})} & {*OWN}):
+        raise ValueError(f'about must not say {", ".join(taken)}, which the file says itself: choose other names')
     if classes is not None and (isinstance(classes, str) or np.ndim(classes) != 1 or len(classes) != logits.shape[-1]):
         raise ValueError(f'classes must name all {logits.shape[-1]} of them, not {checks.shown(classes)}')
     said = {
@@ -236,7 +239,7 @@ def _description(
         **({} if classes is None else {'classes': [str(name) for name in classes]}),
     }
     try:
-        json.dumps(said)
+        json.dumps(said, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f'about must be what JSON can hold: {error}') from error
     return said

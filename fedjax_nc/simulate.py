@@ -209,7 +209,7 @@ def make_round(
     """
     work = make_work(algorithm, chunk=chunk, mesh=mesh)
     if cohort is not None:
-        checks.whole('cohort', cohort)
+        cohort = checks.static('cohort', cohort)
 
     def round(key: Array, state: State, data: FederatedData | Part, ids: Array | None = None) -> tuple[State, Report]:
         checks.key('key', key)
@@ -241,7 +241,7 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
     """
     checks.algorithm(algorithm)
     if chunk is not None:
-        checks.whole('chunk', chunk)
+        chunk = checks.static('chunk', chunk)
     if mesh is not None and mesh.axis_names != (devices.AXIS,):
         raise ValueError(f"the mesh needs the one axis 'clients', not {mesh.axis_names}: make it with devices.mesh")
     count = 1 if mesh is None else mesh.size

@@ -137,6 +137,7 @@ def run(
     for what, number in numbers.items():
         checks.whole(what, number)
     checks.whole('eval_last', eval_last, 0)
+    cohort, chunk = (u if u is None else checks.static(what, u) for what, u in (('cohort', cohort), ('chunk', chunk)))
     checks.number('checkpoint_pause', checkpoint_pause)
     if memory_limit is not None:
         checks.number('memory_limit', memory_limit, finite=False)

@@ -72,6 +72,8 @@ def split(params: dict[str, Tree], parts: Sequence[str] | None) -> tuple[dict[st
     """
     if parts is None:
         return params, {}
+    if isinstance(parts, str):
+        raise ValueError(f'parts must be a sequence of names, such as ({parts!r},), not {parts!r}')
     unknown = sorted(set(parts) - set(params))
     if unknown:
         raise ValueError(f'no parameters are called {unknown}; there are {sorted(params)}')
@@ -113,7 +115,7 @@ def _largest(a: Tree) -> list[Array]:
 
 
 def _floats(a: Tree) -> list[Array]:
-    return [u for u in jax.tree.leaves(a) if jnp.issubdtype(u.dtype, jnp.inexact)]
+    return [u for u in jax.tree.leaves(a) if jnp.issubdtype(jnp.result_type(u), jnp.inexact)]
 
 
 def take(a: Tree, rows: Array) -> Tree:

@@ -122,7 +122,7 @@ def algorithm(
             own = featurize(lambda batch: task.features(v, batch)[0], shard, plan.batch_size)
             return ClassRows(*classwise.sums(own.x, own.y, classwise.real_rows(own), len(mu)))
 
-        empty = ClassRows(jnp.zeros_like(mu), jnp.zeros(len(mu)))
+        empty = ClassRows(jnp.zeros_like(mu), jnp.zeros(len(mu), jnp.float32))
         total, count = jax.lax.cond(server.round >= first, sums, lambda: empty)
         means = total / jnp.maximum(count, 1.0)[:, None]
         weight = count if mu_weight == 'sample' else jnp.sign(count)

@@ -142,7 +142,7 @@ def weighing(task: Objective) -> Objective:
 
     def init(key: Array, data: FederatedData) -> Variables:
         v = task.init(key, data)
-        return v._replace(fixed={'head': v.fixed, 'weights': jnp.ones(data.num_classes)})
+        return v._replace(fixed={'head': v.fixed, 'weights': jnp.ones(data.num_classes, jnp.float32)})
 
     def loss(v: Variables, z: Array, batch: Batch) -> Array:
         weights = v.fixed['weights']

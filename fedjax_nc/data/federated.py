@@ -229,6 +229,8 @@ def _pool(x: Any, length: int) -> Array:
         raise ValueError(f'`x` and `y` must hold one entry per example; got shapes {given.shape} and {(length,)}.')
     with np.errstate(over='ignore'):  # what overflows is found below
         pool = jnp.asarray(given)
+    if pool.dtype == np.float64:  # which jax keeps where 64 bits are enabled
+        pool = pool.astype(jnp.float32)
     if jnp.issubdtype(given.dtype, jnp.integer) and pool.dtype != given.dtype and given.size:
         low, high, limits = given.min(), given.max(), jnp.iinfo(pool.dtype)
         if low < limits.min or high > limits.max:

@@ -56,10 +56,15 @@ def row(study: Study, found: Found, method: str, scene: str, plus: str = '±') -
             ours = 'diverged'
         elif not ours and runs and name.startswith(runner.TO):
             ours = 'not reached'
-        elif ours and len(numbers) < len(runs):
+        elif ours and len(numbers) < (seeds := _seeds(found, scene)):
             lost = sum('diverged' in summary for summary in runs.values())
-            ours += f' ({len(numbers)} of {len(runs)}{f", {lost} diverged" if lost else ""})'
+            ours += f' ({len(numbers)} of {seeds}{f", {lost} diverged" if lost else ""})'
         yield ours, number(name, *theirs, plus)
+
+
+def _seeds(found: Found, scene: str) -> int:
+    """How many have finished with any method in a scene."""
+    return len({seed for (_, other), runs in found.items() if other == scene for seed in runs})
 
 
 def gained(study: Study, found: Found, method: str, scene: str) -> list[str]:

@@ -407,5 +407,7 @@ def pick(what: str, chosen: Sequence[str] | None, known: Iterable[str]) -> tuple
     if not chosen:
         raise ValueError(f'{what} name none: leave them out for all of {", ".join(known)}')
     if unknown := [name for name in chosen if name not in known]:
+        if known == ('',):
+            raise ValueError(f'no {what} {", ".join(map(str, unknown))}: the study has none, leave them out')
         raise ValueError(f'no {what} {", ".join(map(str, unknown))}; there are {", ".join(known)}')
     return tuple(name for name in known if name in chosen)

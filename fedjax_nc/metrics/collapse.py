@@ -7,7 +7,7 @@ Features h_i fall into their class means m_c (NC1), these around the global mean
 classifier's vectors point along them (NC3). Measures take features `z [n, D]`, labels `y [n]` int in [0, C) and,
 where some rows count more than others or not at all, `weight [n]`. The global mean is that of the class means, so
 that unequal numbers of examples do not move it. What takes features raises ValueError for other shapes, or labels that
-are no integers.
+are no integers in [0, C), as far as they are known.
 """
 
 from typing import NamedTuple
@@ -54,7 +54,7 @@ def nc1(z: Array, y: Array, classes: int, weight: Array | None = None) -> Array:
     squares = jnp.sum(jnp.square(z.astype(jnp.float32) - at.mean[y]), axis=1, keepdims=True)
     within = jnp.sum(classwise.means(squares, y, _weights(y, weight), classes)[0])
     between = jnp.sum(jnp.square(at.centred))
-    return jnp.where(between > 0, within / jnp.where(between > 0, between, 1.0), jnp.inf)
+    return jnp.where(between == 0, jnp.inf, within / jnp.where(between == 0, 1.0, between))
 
 
 def nc1_cosine(z: Array, y: Array, classes: int, weight: Array | None = None) -> Array:
@@ -133,7 +133,7 @@ def _weights(y: Array, weight: Array | None) -> Array:
 
 
 def _check(z: Array, y: Array, vectors: Array) -> None:
-    classwise.check_rows(z, y, _weights(y, None))
+    classwise.check_rows(z, y, _weights(y, None), vectors.shape[1])
     if z.shape[1] != vectors.shape[0]:
         raise ValueError(
             f'features of {z.shape[1]} dimensions cannot be compared with vectors {vectors.shape}: '
