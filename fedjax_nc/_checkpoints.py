@@ -89,16 +89,35 @@ def holding(out: Path) -> Iterator[None]:
         yield
 
 
-def replace(path: Path, content: str | bytes) -> None:
-    """Writes a file beside its place and renames it, so that it is there whole or as it was."""
+def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Writes a file beside its place and renames it, so that it is there whole or as it was.
+
+    With `durable` it is on the disk when this returns, whatever happens to the machine's power.
+    """
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.{threading.get_ident()}.tmp')  # others may write it, too
     if not path.parent.is_dir():
         raise FileNotFoundError(f'{path} cannot be written: there is no folder {path.parent}')
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        with temporary.open('wb') as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
+        if durable:
+            _flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)  # where there was no room, or a folder is in the way
+
+
+def _flush(folder: Path) -> None:
+    """The names in a folder to the disk, where the system can."""
+    with contextlib.suppress(OSError):  # Windows opens no folders
+        held = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(held)
+        finally:
+            os.close(held)
 
 
 def _checksum(content: Any) -> str:
@@ -160,9 +179,15 @@ class Files:
         run = {'key': _written(key), 'about': self.about, 'history': history, 'arrays': sums}
         items = {name: _orbax().args.StandardSave(held) for name, held in arrays.items()}
         described = _orbax().args.JsonSave({**run, 'checksum': _checksum(run)})
-        with self.manager() as manager:
-            if not manager.save(round, args=_orbax().args.Composite(run=described, **items)):
-                raise CheckpointError(f'the checkpoint of round {round} was not written: {self.checkpoints} has others')
+        try:
+            with self.manager() as manager:
+                written = manager.save(round, args=_orbax().args.Composite(run=described, **items))
+        except (OSError, ValueError) as error:  # tensorstore calls a full disk a wrong value
+            raise CheckpointError(
+                f'the checkpoint of round {round} was not written: {" ".join(str(error).split())[:300]}'
+            ) from error
+        if not written:
+            raise CheckpointError(f'the checkpoint of round {round} was not written: {self.checkpoints} has others')
         if first_process():
             self.tabulate(history)
 

@@ -50,8 +50,9 @@ def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int =
         batch = batch_at(s, rows, shard, b)
         logits = predict(batch.x)
         broken = jnp.isnan(logits).any(-1)  # of which `argmax` would name the first
-        guess = jnp.where(broken, (batch.y + 1) % classes, jnp.argmax(logits, axis=-1))
-        return table.at[batch.y, guess].add(batch.mask.astype(jnp.int32))
+        y = checks.widened(batch.y)
+        guess = jnp.where(broken, (y + 1) % classes, jnp.argmax(logits, axis=-1))
+        return table.at[y, guess].add(batch.mask.astype(jnp.int32))
 
     return jax.lax.fori_loop(0, -(-shard.size // b), step, jnp.zeros((classes, classes), jnp.int32))
 

@@ -124,10 +124,20 @@ class Store:
                 Path(str(old.filename)).unlink()
 
     def contents(self) -> dict[str, np.ndarray]:
-        """What has to be saved: 'clients' [seen] int32, and their states, leaf by leaf. `restore` takes it back."""
+        """What has to be saved: 'clients' [seen] int32, and their states, leaf by leaf. `restore` takes it back.
+
+        With them, the first state of client 0, which tells whether others begin with the same.
+        """
         clients = np.flatnonzero(self._slots >= 0)
         leaves = {name: leaf[self._slots[clients]] for name, leaf in zip(self._names, self._leaves, strict=True)}
-        return {'clients': clients.astype(np.int32), **{f'state.{name}': leaf for name, leaf in leaves.items()}}
+        return {
+            'clients': clients.astype(np.int32),
+            **{f'state.{name}': leaf for name, leaf in leaves.items()},
+            **{f'first.{name}': leaf for name, leaf in zip(self._names, self._beginning(), strict=True)},
+        }
+
+    def _beginning(self) -> list[np.ndarray]:
+        return [np.array(u) for u in jax.tree.leaves(self._first(jnp.zeros(1, jnp.int32)))]
 
     def restore(self, contents: dict[str, np.ndarray]) -> None:
         """Forgets all states and takes over those of `contents`, as the method of that name returns them.
@@ -136,18 +146,32 @@ class Store:
           ValueError: if they are states of another algorithm or population; nothing has changed then.
         """
         clients, leaves = contents['clients'], [contents.get(f'state.{name}') for name in self._names]
-        fits = len(contents) == len(leaves) + 1 and all(
+        known = [contents.get(f'first.{name}') for name in self._names]
+        told = sum(u is not None for u in known)  # nothing by older versions
+        fits = len(contents) == len(leaves) + 1 + told and all(
             u is not None and u.shape == (len(clients), *leaf.shape[1:])
             for u, leaf in zip(leaves, self._leaves, strict=True)
         )
         if not fits or not self._known(clients):
             raise ValueError('the saved client states belong to another algorithm or population')
+        if told and not all(map(_same, known, self._beginning())):
+            raise ValueError(
+                'the saved client states belong to a run whose other clients begin with other states: make the state '
+                'with the key that it was made with'
+            )
         self._slots[:], self.seen = -1, 0
         self.put(clients, jax.tree.unflatten(self._structure, leaves))
 
     def state(self, server: Tree) -> State:
         """`server` and the states of all clients in one tree [K, ...], as evaluation takes it; it has to fit."""
         return State(server, jax.tree.map(jnp.asarray, self.take(np.arange(self.num_clients))))
+
+
+def _same(a: np.ndarray | None, b: np.ndarray) -> bool:
+    """Whether first states are equal but for rounding, which another device may do otherwise."""
+    if a is None or a.shape != b.shape:
+        return False
+    return bool(np.array_equal(a, b) or np.allclose(a.astype(np.float32), b.astype(np.float32), 1e-4, 1e-6, True))
 
 
 def init(algorithm: Algorithm, key: Array, data: FederatedData, folder: str | Path | None = None) -> State:

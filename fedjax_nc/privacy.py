@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from fedjax_nc import aggregators, checks, tree
-from fedjax_nc.algorithms import fednova
+from fedjax_nc.algorithms import feddyn, fednova
 from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Shard, Tree
 
 MULTIPLIERS = 1e-6, 1e6
@@ -67,12 +67,21 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     # NumPy's half precision would go on in all products; what is traced, as by `simulate.tuned`, stays so.
     clip, noise_multiplier = (u if checks.traced(u) else float(u) for u in (clip, noise_multiplier))
 
-    def init_client(key: Array, server: Tree) -> Tree:
+    def refuse_statistics(server: Tree) -> None:
         if jax.tree.leaves(server.variables.stats):
             raise ValueError('running statistics cannot be sent in private: use a model with GroupNorm, not BatchNorm')
+
+    def init_client(key: Array, server: Tree) -> Tree:
+        refuse_statistics(server)
         return algorithm.init_client(key, server)
 
     def client(key: Array, server: Tree, client: Tree, shard: Shard) -> tuple[Tree, Tree, Info]:
+        refuse_statistics(server)
+        if any(_counting(u) for u in jax.tree.leaves(server, is_leaf=_counting)):
+            raise ValueError(
+                "FedDyn with by_examples=True anchors each client by all clients' examples, so that one of them moves "
+                'what the others send: leave it out in private'
+            )
         client, message, info = algorithm.client(key, server, client, shard)
         kinds = (aggregators.ClassRows, fednova.Message)
         weighted = jax.tree.leaves(message, is_leaf=lambda u: isinstance(u, kinds))
@@ -134,6 +143,11 @@ def depends_on(jaxpr: core.Jaxpr, at: int) -> bool:
                 if not same or depends_on(inner[0], i):
                     return True
     return False
+
+
+def _counting(state: Any) -> bool:
+    """Whether it is what FedDyn knows with the examples of all clients in it."""
+    return isinstance(state, feddyn.Dual) and not isinstance(state.examples, tuple)
 
 
 def _clipped(message: Tree, norm: float) -> Tree:

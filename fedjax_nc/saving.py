@@ -25,10 +25,12 @@ from safetensors.numpy import save as packed
 
 from fedjax_nc import checks, population, tree
 from fedjax_nc._checkpoints import replace
+from fedjax_nc._fingerprint import of_arrays
 from fedjax_nc.base import Algorithm, FederatedData, State, Tree
 
 FORMAT = 'fedjax_nc model 1'  #: what files of `save` call their format
-OWN = ('format', 'library', 'jax', 'example', 'num_classes', 'num_clients', 'client', 'classes')  #: what files say
+#: what files say of themselves
+OWN = ('checksum', 'format', 'library', 'jax', 'example', 'num_classes', 'num_clients', 'client', 'classes')
 PLATFORMS = ('cpu', 'cuda', 'tpu')  #: what `export` writes for by default
 
 
@@ -71,7 +73,9 @@ def save(
     """
     server, own = _chosen(algorithm, state, data, client)
     said = _description(algorithm, server, own, data, client, classes, about)
-    arrays = {name: np.asarray(leaf) for name, leaf in tree.by_path(_whole(server, own)).items()}
+    # The file takes buffers as they lie in memory: a transposed view would come back as another array.
+    arrays = {name: np.asarray(leaf, order='C') for name, leaf in tree.by_path(_whole(server, own)).items()}
+    said['checksum'] = of_arrays(arrays)
     replace(Path(path), packed(arrays, metadata={'fedjax_nc': json.dumps(said)}))
 
 
@@ -257,6 +261,8 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         raise ValueError(f'{path} is damaged, or no safetensors file: {" ".join(str(error).split())}') from error
     if not isinstance(about, dict) or about.get('format') != FORMAT:
         raise ValueError(f'{path} was not written by saving.save, or by a later version of it')
+    if 'checksum' in about and about['checksum'] != of_arrays(content):
+        raise ValueError(f'{path} is damaged: its numbers are not those that were written')
     return content, about
 
 

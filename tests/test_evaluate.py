@@ -195,6 +195,23 @@ def test_groups_of_frequent_and_rare_classes(counts, sizes):
     assert all(low >= high for low, high in zip(smallest, largest[1:], strict=False))
 
 
+@pytest.mark.parametrize('dtype', [np.uint8, np.int8, np.uint16, np.uint32])
+def test_groups_of_counts_of_any_integers(dtype):
+    counts = np.array([120, 100, 30, 7, 2, 0], dtype)
+    np.testing.assert_array_equal(evaluate.groups(counts), evaluate.groups(counts.astype(np.int32)))
+    assert evaluate.groups(counts.tolist()).tolist() == [0, 0, 1, 2, 2, 2]
+
+
+def test_nested_lists_are_tables():
+    table = [[3, 1], [0, 4]]
+    for measure in (evaluate.accuracy, evaluate.class_accuracy, evaluate.macro_f1, evaluate.weighted_f1):
+        np.testing.assert_array_equal(measure(table), measure(jnp.array(table)))
+    assert float(evaluate.weighted_accuracy(table, [0, 1])) == 1.0
+    assert float(evaluate.over([1.0, 2.0, 9.0], [1, 1, 0]).mean) == 1.5
+    with pytest.raises(ValueError, match=r'not \(2,\)'):
+        evaluate.accuracy([3, 1])
+
+
 def test_accuracy_by_groups():
     counts = jnp.asarray([[60, 25, 10, 5], [0, 0, 10, 0]])  # of two clients
     group = evaluate.groups(counts)

@@ -14,7 +14,7 @@ from test_contract import ALGORITHMS
 from fedjax_nc import aggregators, evaluate, flower, local, privacy, saving, simulate, training, tree
 from fedjax_nc.algorithms import ccvr, ditto, fedavg, fedetf, fedloge, finetune, scaffold
 from fedjax_nc.base import State
-from fedjax_nc.flower import _plan, _site
+from fedjax_nc.flower import _plan, _secure, _site
 
 SIZES = (40, 7, 61, 23, 90)
 ROUNDS, TUNE = jax.random.key(1), jax.random.key(2)
@@ -277,6 +277,28 @@ class TestSecure:
         for u in noise:
             assert np.std(u) == pytest.approx(8.0 * 0.5 / 5, rel=0.2)
         assert np.abs(np.corrcoef(noise) - np.eye(3)).max() < 0.3
+
+    @pytest.mark.parametrize('sites', range(2, 12))
+    @pytest.mark.parametrize('threshold', [0.51, 0.6, 2 / 3, 1.0])
+    def test_two_sums_of_one_round_cannot_both_have_enough_sites(self, sites, threshold):
+        assert sites < 2 * _secure.threshold(flower.Secure(threshold=threshold), sites) <= 2 * sites
+
+    def test_stages_without_messages_tell_no_more_than_sums(self, data, tmp_path):
+        train = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+        tune = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+        agreed = agreement(
+            [self.phase(train, rounds=1), flower.Phase(tune, TUNE, name='tune')], data, secure=flower.Secure(limit=4.0)
+        )
+        grid = Loopback(sites(agreed, data, tmp_path))
+        seen = deploy(agreed, grid, tmp_path / 'server')
+        assert [row.phase for row in seen] == ['train', 'tune']
+        assert seen[-1].row['sites'] == 5
+        assert 'loss' not in seen[-1].row
+        told = [m.content.array_records['info'] for m in grid.log if 'info' in m.content.array_records]
+        assert len(told) == 5
+        assert all(not array.numpy().any() for record in told for array in record.values())
+        for k, held in enumerate(states(agreed, data, tmp_path, 1)):  # they were tuned all the same
+            assert held is not None, k
 
     def test_state_stays_at_sites(self, data, tmp_path):
         algorithm = scaffold.algorithm(toys.task, toys.opt, plan=toys.PLAN)

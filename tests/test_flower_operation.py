@@ -3,6 +3,7 @@
 import json
 import stat
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from loopback import Loopback, agreement, deploy, own, sites
 
 from fedjax_nc import flower, saving
 from fedjax_nc.algorithms import fedavg, fednh, finetune
+from fedjax_nc.data import federate
 from fedjax_nc.flower import _plan, _site, _wire
 
 ROUNDS, TUNE = jax.random.key(1), jax.random.key(2)
@@ -131,6 +133,26 @@ def test_large_numbers_travel_whole_in_half_precision():
     got = _wire.unpack(record, a, 'a site')
     np.testing.assert_array_equal(got['w'], a['w'])
     np.testing.assert_allclose(got['v'], a['v'], atol=1e-4)
+
+
+def test_changes_too_small_for_half_precision_travel_whole():
+    """Of late training, say; single small numbers in an array of larger ones do not matter."""
+    a = {'late': jnp.full((4, 4), 1.7e-7), 'mixed': jnp.array([[1e-8, 0.3]])}
+    record = _wire.pack(a, half=True)
+    assert (record['late'].dtype, record['mixed'].dtype) == ('float32', 'float16')
+    np.testing.assert_array_equal(_wire.unpack(record, a, 'a site')['late'], a['late'])
+
+
+def test_classes_that_fednh_weighs_by_agreement_are_taken(tmp_path):
+    """A site with one example of a class may weigh it by e."""
+    x = np.eye(4, 12, dtype=np.float32)
+    data = federate(np.concatenate([x, x]), np.tile(np.arange(4), 2), [[0, 1], [2, 3], [4, 5, 6, 7]], 5)
+    algorithm = fednh.algorithm(toys.tiny, toys.opt, plan=toys.PLAN, weigh='agreement', rho=0.0)
+    agreed = agreement([flower.Phase(algorithm, ROUNDS, 12)], data)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        seen = deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server')
+    assert seen[-1].row['sites'] == 3
 
 
 def test_an_old_question_does_not_drop_newer_states(data, tmp_path):

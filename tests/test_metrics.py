@@ -318,3 +318,26 @@ def test_prune():
     assert jnp.sum(whole(13 / 22)) == 9  # though 22 times that is a little less than 13 in float32
     with pytest.raises(ValueError, match='share'):
         degeneration.prune(w, ORDER, 1.5)
+
+
+def test_a_broken_feature_is_no_single_class():
+    """NC1 is infinite where class means coincide, and NaN where one of them is."""
+    z, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+    z[0, 0] = np.nan
+    assert np.isnan(nc1(z, y, 2))
+    assert np.isinf(nc1(np.ones((4, 2), np.float32), y, 2))
+
+
+@pytest.mark.parametrize(
+    'measure',
+    [
+        lambda z, y: collapse.nc1(z, y, 3),
+        lambda z, y: collapse.nc1_cosine(z, y, 3),
+        lambda z, y: collapse.nc2(z, y, 3),
+        lambda z, y: collapse.nc3(z, y, jnp.eye(4)[:, :3]),
+        lambda z, y: collapse.nc3_means(z, y, jnp.eye(4)[:, :3]),
+    ],
+)
+def test_labels_beyond_the_classes_are_refused(measure):
+    with pytest.raises(ValueError, match=r'lie in \[0, 3\)'):
+        measure(jnp.eye(4), jnp.arange(4))

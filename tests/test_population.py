@@ -7,7 +7,7 @@ import pytest
 import toys
 
 from fedjax_nc import devices, population, simulate, training
-from fedjax_nc.algorithms import fedavg, fedrod, finetune
+from fedjax_nc.algorithms import fedavg, fedper, fedrod, finetune
 from fedjax_nc.data import federate
 from fedjax_nc.data.host import part
 
@@ -137,6 +137,28 @@ def test_a_run_with_a_store_resumes(data, on_device, tmp_path):
     other = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
     with pytest.raises(training.CheckpointError):
         training.run(other, toys.KEY, population.init(other, toys.KEY, data), data, rounds=5, out=tmp_path, resume=True)
+
+
+def test_a_run_does_not_go_on_with_first_states_of_another(data, tmp_path):
+    """Those of clients that it has not met yet are made of the key that the state was made with."""
+    algorithm = fedper.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+
+    def go_on(key, rounds):
+        state = population.init(algorithm, key, data)
+        return training.run(
+            algorithm, toys.KEY, state, data, rounds=rounds, cohort=3, out=tmp_path, resume=True, progress=False
+        )
+
+    go_on(jax.random.key(7), 1)
+    with pytest.raises(training.CheckpointError, match='begin with other states'):
+        go_on(jax.random.key(8), 2)
+    assert len(go_on(jax.random.key(7), 2).history) == 2
+
+
+@pytest.mark.parametrize('ids', [[-1], [0.0, 1.0], 3])
+def test_nobodys_state_is_not_taken(data, ids):
+    with pytest.raises(ValueError, match='numbers of clients, from 0 on'):
+        population.init(kept, toys.KEY, data).clients.take(np.array(ids))
 
 
 def test_another_population_is_refused(data, round):

@@ -184,7 +184,6 @@ EXACT = {
     'scaffold': lambda: scaffold.algorithm(toys.task, toys.opt, plan=PLAN),
     'scaffold, option I': lambda: scaffold.algorithm(toys.task, toys.opt, plan=PLAN, option='I'),
     'feddyn': lambda: feddyn.algorithm(toys.task, toys.opt, plan=PLAN, alpha=0.1),
-    'feddyn, by examples': lambda: feddyn.algorithm(toys.task, toys.opt, plan=PLAN, alpha=0.1, by_examples=True),
     'moon': lambda: moon.algorithm(toys.task, toys.opt, mu=1.0, **EVEN),
     'fedmmd': lambda: fedmmd.algorithm(toys.task, toys.opt, lam=0.1, **EVEN),
     'fedrs': lambda: fedrs.algorithm(toys.tiny, toys.opt, **EVEN),
@@ -306,9 +305,28 @@ def test_messages_that_are_weighted_are_refused(data, make):
 
 
 def test_running_statistics_are_refused(data):
+    """In a state that came from elsewhere, too."""
     noisy = fedavg.algorithm(toys.noisy_task, toys.opt, plan=PLAN)
+    algorithm = privacy.private(noisy, clip=1.0, noise_multiplier=1.0, cohort=5)
     with pytest.raises(ValueError, match='GroupNorm'):
-        simulate.init(privacy.private(noisy, clip=1.0, noise_multiplier=1.0, cohort=5), toys.KEY, data)
+        simulate.init(algorithm, toys.KEY, data)
+    with pytest.raises(ValueError, match='GroupNorm'):
+        jax.eval_shape(simulate.make_round(algorithm, cohort=5), toys.KEY, simulate.init(noisy, toys.KEY, data), data)
+
+
+@pytest.mark.parametrize('wrapped', [lambda a: a, latest.keep], ids=['alone', 'wrapped'])
+def test_a_client_that_moves_what_others_send_is_refused(data, wrapped):
+    """FedDyn by examples anchors every client by the examples of all."""
+    inner = wrapped(feddyn.algorithm(toys.task, toys.opt, plan=PLAN, alpha=0.1, by_examples=True))
+    algorithm = privacy.private(inner, clip=1.0, noise_multiplier=1.0, cohort=8)
+    with pytest.raises(ValueError, match='by_examples'):
+        jax.eval_shape(simulate.make_round(algorithm), toys.KEY, simulate.init(inner, toys.KEY, data), data)
+
+
+def test_a_state_of_feddyn_does_not_tell_how_many_examples_there_are(data):
+    algorithm = privacy.private(EXACT['feddyn'](), clip=1.0, noise_multiplier=1.0, cohort=8)
+    more = data._replace(size=data.size.at[3].set(20))
+    toys.same(*(simulate.init(algorithm, toys.KEY, some).server for some in (data, more)))
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,16 @@ def test_names_can_be_read_and_the_description_says_what_it_is(clients, tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ['model.safetensors']
 
 
+@pytest.mark.parametrize('view', [lambda w: np.ascontiguousarray(w.T).T, lambda w: w[::-1].copy()[::-1]])
+def test_arrays_are_saved_as_they_are_however_they_lie_in_memory(view, clients, tmp_path):
+    algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    state, path = trained(algorithm, clients), tmp_path / 'model'
+    turned = jax.tree.map(lambda u: view(np.asarray(u)) if u.ndim == 2 else u, state.server)
+    assert any(isinstance(u, np.ndarray) and not u.flags.c_contiguous for u in jax.tree.leaves(turned))
+    saving.save(path, algorithm, state._replace(server=turned), clients)
+    toys.same(saving.load(path, algorithm).server, state.server)
+
+
 def test_a_store_of_client_states_serves_as_well(clients, tmp_path):
     algorithm = solo.algorithm(toys.task, toys.opt, plan=toys.PLAN)
     state = population.init(algorithm, toys.KEY, clients)
@@ -109,6 +119,10 @@ def test_what_cannot_be_saved(clients, tmp_path):
         'one of 4, not 9': lambda: saving.save(path, algorithm, state, clients, client=9),
         'name all 5': lambda: saving.save(path, algorithm, state, clients, classes=['a', 'b']),
         'JSON can hold': lambda: saving.save(path, algorithm, state, clients, about={'model': nn.Dense(3)}),
+        'not say client, format,': lambda: saving.save(
+            path, algorithm, state, clients, about={'client': 7, 'format': 'y', 'mine': 1}
+        ),
+        'not JSON compliant': lambda: saving.save(path, algorithm, state, clients, about={'rate': float('nan')}),
         'platforms must name': lambda: saving.export(path, algorithm, state, clients, platforms=('x86',)),
         'an Algorithm': lambda: saving.load(path, toys.task),
         'state must be': lambda: saving.save(path, algorithm, state.server, clients),
@@ -137,6 +151,9 @@ def test_what_cannot_be_loaded(clients, tmp_path):
         with pytest.raises(ValueError, match='damaged, or no safetensors file') as info:
             saving.load(path, algorithm)
         assert '\n' not in str(info.value)
+    path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])  # one bit of one number
+    with pytest.raises(ValueError, match='damaged: its numbers'):
+        saving.load(path, algorithm)
     save_file({'a': np.ones(3)}, path)
     with pytest.raises(ValueError, match=r'not written by saving.save'):
         saving.load(path, algorithm)

@@ -384,6 +384,45 @@ def test_a_checkpoint_that_is_not_written_is_an_error(data, tmp_path):
         files.save(1, begin(data), toys.KEY, [{'round': 1}])
 
 
+def test_a_disk_that_is_full_is_told_as_such(data, tmp_path, monkeypatch):
+    """The library below calls it a wrong value."""
+
+    def full(*args, **kwargs):
+        raise ValueError('OUT_OF_RANGE: No space left\non device')
+
+    monkeypatch.setattr(_checkpoints._orbax().CheckpointManager, 'save', full)
+    with pytest.raises(
+        training.CheckpointError, match='round 1 was not written: OUT_OF_RANGE: No space left on device'
+    ):
+        training.run(algorithm, toys.KEY, begin(data), data, rounds=2, out=tmp_path, checkpoint_every=1, progress=False)
+
+
+@pytest.mark.parametrize('number', [jnp.int32, np.int64])
+def test_numbers_of_jax_and_numpy_are_taken(data, number):
+    want, got = (
+        training.run(algorithm, toys.KEY, begin(data), data, rounds=1, cohort=of(3), chunk=of(2), progress=False)
+        for of in (int, number)
+    )
+    toys.same(want.state, got.state)
+
+
+def test_a_plan_of_jax_arrays_is_refused():
+    with pytest.raises(ValueError, match=r"plan must hold numbers of Python's"):
+        fedavg.algorithm(toys.task, toys.opt, plan=local.Plan(jnp.int32(16), 1))
+
+
+def test_without_jit_a_run_can_be_debugged(data):
+    small = toys.ragged([9, 5])
+    plan = local.Plan(8, 1)
+    task = fedavg.algorithm(toys.task, toys.opt, plan=plan)
+    ends = []
+    for off in (False, True):
+        with jax.disable_jit(off):
+            state = simulate.init(task, toys.KEY, small)
+            ends.append(training.run(task, toys.KEY, state, small, rounds=2, chunk=1, progress=False))
+    toys.same(ends[0].state, ends[1].state, atol=1e-5)
+
+
 def test_a_run_is_not_resumed_as_another(data, tmp_path):
     def named(opt=toys.opt, **kwargs):
         return fedavg.algorithm(toys.task, opt, plan=toys.PLAN, **kwargs)

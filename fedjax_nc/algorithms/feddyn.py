@@ -29,7 +29,7 @@ class Dual(NamedTuple):
 
     lam: Tree  #: like the trained parameters: the mean of all clients' `lam_k`
     clients: Array  #: [] float32, clients of the population that hold examples
-    examples: Array  #: [] float32, examples of the population
+    examples: Any  #: [] float32, examples of the population, with `by_examples`; else ()
 
 
 def algorithm(
@@ -79,12 +79,15 @@ def algorithm(
     def init(key: Array, data: FederatedData) -> fedavg.Server:
         server = base.init(key, data)
         clients, examples = (jnp.sum(u).astype(jnp.float32) for u in (data.size > 0, data.size))
-        return server._replace(extra=Dual(tree.zeros(trained(server)), jnp.maximum(clients, 1.0), examples))
+        told = examples if by_examples else ()  # nobody needs to learn it
+        return server._replace(extra=Dual(tree.zeros(trained(server)), jnp.maximum(clients, 1.0), told))
 
     def client(key: Array, server: fedavg.Server, lam: Tree, shard: Shard) -> tuple[Tree, fedavg.Message, Info]:
         dual = server.extra
-        share = shard.size * dual.clients / dual.examples  # N p_k
-        strength = alpha / jnp.where(share > 0, share, 1.0) if by_examples else alpha
+        strength: Array | float = alpha
+        if by_examples:
+            share = shard.size * dual.clients / dual.examples  # N p_k
+            strength = alpha / jnp.where(share > 0, share, 1.0)
         pull = _anchored(tree.sub(trained(server), lam), strength)
         moved = training(lambda round: optax.chain(clipped, pull, client_opt(round)))
         _, message, info = moved.client(key, server, (), shard)

@@ -181,8 +181,8 @@ def _agreed_settings(said: ConfigRecord, secure: Secure) -> None:
 
 
 def threshold(secure: Secure, sites: int) -> int:
-    """How many of so many sites must stay to the end of a round, as Flower counts it."""
-    return max(round(secure.threshold * sites), 2)
+    """How many of so many sites must stay to the end of a round: more than half, or the server could make two sums."""
+    return max(round(secure.threshold * sites), sites // 2 + 1, 2)
 
 
 def answer(vector: np.ndarray, secure: Secure) -> RecordDict:
@@ -244,8 +244,8 @@ def summed(
         Parameters([], ''), False
     )
     workflow = _Workflow(
-        1.0, secure.threshold, max_weight=1.0, clipping_range=float(secure.limit), quantization_range=secure.levels,
-        modulus_range=MODULUS, timeout=timeout,
+        1.0, threshold(secure, len(contents)), max_weight=1.0, clipping_range=float(secure.limit),
+        quantization_range=secure.levels, modulus_range=MODULUS, timeout=timeout,
     )  # fmt: skip
     workflow.contents, workflow.least = contents, least
     try:

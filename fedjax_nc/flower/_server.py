@@ -1,6 +1,7 @@
 """The server: whom it asks, what it accepts of what comes back, and the step that simulation takes."""
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -268,7 +269,7 @@ class Server:
                 return new, {}, bool(tree.finite(new))
             rows = stacked([answers.replies.get(int(k)) for k in answers.ids], self.kinds[number])
             new, report = seen(key, own, state, data, jnp.asarray(present), rows)
-            return new, {'loss': float(report.loss)}, bool(report.finite)
+            return new, {} if agreed.secure else {'loss': float(report.loss)}, bool(report.finite)
 
         return step
 
@@ -367,7 +368,10 @@ class Server:
             raise _wire.WireError(f'{who} counts less than nothing')
         size = self.sites.sizes[k]
         for rows in jax.tree.leaves(found.message, is_leaf=lambda u: isinstance(u, ClassRows)):
-            if isinstance(rows, ClassRows) and not (np.min(rows.weight) >= 0 and np.sum(rows.weight) <= size):
+            if not isinstance(rows, ClassRows):
+                continue
+            most = max(size, math.e * min(size, len(rows.weight)))  # FedNH weighs a class it holds by exp(cosine), too
+            if not (np.min(rows.weight) >= 0 and np.sum(rows.weight) <= most * (1 + 1e-6)):
                 raise _wire.WireError(f'{who} weighs its classes by other numbers than its {size} examples allow')
         return found
 

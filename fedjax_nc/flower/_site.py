@@ -14,6 +14,7 @@ from safetensors.numpy import save as packed
 
 from fedjax_nc import checks, evaluate, saving, tree
 from fedjax_nc._checkpoints import replace
+from fedjax_nc._fingerprint import of_arrays
 from fedjax_nc.base import Algorithm, FederatedData, Info, State, Tree
 from fedjax_nc.flower import _plan, _secure, _sites, _wire
 from fedjax_nc.flower._plan import Agreement
@@ -140,6 +141,8 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
                 'the agreement is that messages are summed unseen, and the server asks for one openly'
             )
         ask, sent, info = work(message, mine)
+        if agreed.secure:  # what no message goes with is not to tell more than sums do
+            info = tree.zeros(info)
         told = ConfigRecord({'client': mine.client, 'phase': ask.phase, 'round': ask.round})
         content = RecordDict({'message': _wire.pack(sent, half=agreed.half), 'info': _wire.pack(info)})
         content['told'] = told
@@ -257,9 +260,9 @@ def keep(site: Site, name: str, ask: Ask, state: Tree) -> None:
     """
     if not jax.tree.leaves(state):
         return
-    arrays = {path: np.asarray(u) for path, u in tree.by_path(_wire.plain(state)).items()}
-    about = {'agreement': name, 'client': str(site.client)}
-    replace(_place(site, ask.phase, ask.round), packed(arrays, metadata=about))
+    arrays = {path: np.asarray(u, order='C') for path, u in tree.by_path(_wire.plain(state)).items()}
+    about = {'agreement': name, 'client': str(site.client), 'checksum': of_arrays(arrays)}
+    replace(_place(site, ask.phase, ask.round), packed(arrays, metadata=about), durable=True)
     there = sorted(int(path.stem.split('-')[1]) for path in site.folder.glob(f'{ask.phase}-*.state'))
     counted = ask.accepted[-1]
     needed = {ask.round, counted, *[t for t in there if t < counted][-1:]}
@@ -287,6 +290,8 @@ def restore(site: Site, name: str, phase: int, round: int, like: Tree) -> Tree:
             about, found = file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(f'{path.name} of site {site.client} is damaged: {error}') from error
+    if about.pop('checksum', None) not in (None, of_arrays(found)):
+        raise ValueError(f'{path.name} of site {site.client} is damaged: its numbers are not those that were written')
     if about != {'agreement': name, 'client': str(site.client)}:
         raise ValueError(f'{path.name} belongs to another agreement or site than {site.client}: use a folder for each')
     wanted = tree.by_path(jax.eval_shape(_wire.plain, like))

@@ -33,7 +33,8 @@ def pack(a: Tree, *, half: bool = False) -> ArrayRecord:
       a: any tree of arrays; random keys travel as their numbers.
       half: whether float32 of two axes or more travels as float16, at half of the bytes and 11 bits of precision.
         What has fewer are biases, which are small, and counts, which must be exact. An array with values beyond 65504,
-        which float16 cannot hold, travels whole.
+        which float16 cannot hold, or with so many below 6e-5, for which it has fewer bits, that more than a thousandth
+        of its norm would be lost, travels whole.
 
     Returns:
       The record.
@@ -42,9 +43,10 @@ def pack(a: Tree, *, half: bool = False) -> ArrayRecord:
     for name, leaf in tree.by_path(plain(a)).items():
         value = np.asarray(leaf)
         if half and value.dtype == np.float32 and value.ndim > 1:
-            with np.errstate(over='ignore'):
+            with np.errstate(over='ignore', invalid='ignore'):
                 short = value.astype(np.float16)
-            value = short if np.array_equal(np.isfinite(short), np.isfinite(value)) else value
+                lost = np.linalg.norm(short.astype(np.float32) - value)
+            value = short if lost <= 2.0**-10 * np.linalg.norm(value) else value
         record[name] = Packed(np.ascontiguousarray(value).reshape(value.shape))
     return ArrayRecord(record)
 
