@@ -125,6 +125,21 @@ def test_classes_weigh_no_more_than_a_sites_examples(data, tmp_path, weight):
     assert (seen[-1].row['sites'], seen[-1].row['refused']) == (2, 1)
 
 
+def test_a_site_whose_data_grow_between_two_messages_takes_no_part(data, tmp_path):
+    """Each message is a process of its own, which reads them anew, and weights are those that the server was told."""
+    algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    agreed = agreement([flower.Phase(algorithm, ROUNDS)], data)
+    apps = sites(agreed, data, tmp_path)
+    grown = flower.client_app(agreed, lambda context: flower.Site(1, own(data, 0), tmp_path / 'site-1'))
+    before = apps[1]
+    apps[1] = lambda message, context: (before if message.metadata.message_type.startswith('query') else grown)(
+        message, context
+    )
+    with pytest.warns(UserWarning, match='site 1 .*told the server 7 examples and has'):
+        seen = deploy(agreed, Loopback(apps), tmp_path / 'server')
+    assert (seen[-1].row['sites'], seen[-1].row['refused']) == (2, 1)
+
+
 def test_large_numbers_travel_whole_in_half_precision():
     """They would end a server otherwise that took them from a site."""
     a = {'w': jnp.array([[1e6, 0.1]]), 'v': jnp.array([[0.1, 2.0]])}

@@ -105,6 +105,12 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
     def asked(message: Message, mine: Site) -> tuple[Ask, Tree, Tree]:
         """What is asked for, with the server's state and the site's own."""
         ask = Ask.of(message.content, agreed, name)
+        told, size = mine.folder / f'{name}.size', int(mine.data.size[0])
+        if told.exists() and told.read_text() != str(size):
+            raise _wire.WireError(
+                f'site {mine.client} told the server {told.read_text()[:20]} examples and has {size} now: a run '
+                'goes on with the data that it began with'
+            )
         server = _wire.unpack(_record(message, 'server'), kinds[ask.phase].server, 'the server')
         return ask, server, before(mine, ask, message)
 
@@ -123,6 +129,7 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
     @app.query('hello')
     def hello(message: Message, context: Context) -> Message:
         mine = here(context)
+        replace(mine.folder / f'{name}.size', str(int(mine.data.size[0])))
         told: dict[str, Any] = {
             'client': mine.client,
             'size': int(mine.data.size[0]),
