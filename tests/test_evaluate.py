@@ -7,7 +7,7 @@ from sklearn.metrics import f1_score
 
 from fedjax_nc import evaluate, footprint, heads, losses, population, simulate
 from fedjax_nc.algorithms import fedavg, finetune
-from fedjax_nc.base import State
+from fedjax_nc.base import Shard, State
 from fedjax_nc.objective import objective
 
 stage = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
@@ -200,6 +200,16 @@ def test_groups_of_counts_of_any_integers(dtype):
     counts = np.array([120, 100, 30, 7, 2, 0], dtype)
     np.testing.assert_array_equal(evaluate.groups(counts), evaluate.groups(counts.astype(np.int32)))
     assert evaluate.groups(counts.tolist()).tolist() == [0, 0, 1, 2, 2, 2]
+
+
+def test_labels_in_eight_bits_of_more_classes_than_these_hold():
+    y = np.array([0, 100, 127], np.int8)
+    x = jnp.asarray(y, jnp.float32)[:, None]
+    shard = Shard(x, jnp.asarray(y), jnp.arange(3), jnp.int32(3), jnp.zeros(200, jnp.int32))
+    table = evaluate.confusion(lambda x: jax.nn.one_hot(x[:, 0].astype(jnp.int32), 200), shard)
+    assert np.argwhere(np.asarray(table)).tolist() == [[0, 0], [100, 100], [127, 127]]
+    broken = evaluate.confusion(lambda x: jnp.full((len(x), 200), jnp.nan), shard)
+    assert np.argwhere(np.asarray(broken)).tolist() == [[0, 1], [100, 101], [127, 128]]
 
 
 def test_nested_lists_are_tables():

@@ -144,6 +144,16 @@ def test_seeds_that_are_missing_are_listed(known, written):
     assert re.findall(r'- (.*)', listed) == ['Base, two_2: seeds 0, 2', 'A&B_1 50%, two_2: seeds 0, 1, 2']
 
 
+def test_a_cell_of_fewer_seeds_than_its_scene_has_is_marked(known, tmp_path):
+    for run in known.runs:
+        if run.scene == 'one' and (run.method == 'Base' or run.seed == 1):
+            general, personal = GENERAL[run.method][run.seed], PERSONAL[run.method][run.seed]
+            write(tmp_path, run, summary(run, general, personal), curve(general, 4))
+    text = (report.write(known, tmp_path) / 'report.md').read_text()
+    assert rows_of(text, 'A&B_1 50%')[0][0] == '66.1 (1 of 3)'
+    assert ' of ' not in rows_of(text, 'Base')[0][0]
+
+
 def test_without_a_finished_run_there_is_no_report(known, tmp_path):
     with pytest.raises(ValueError, match='no run of byhand is finished'):
         report.write(known, tmp_path)
