@@ -117,6 +117,23 @@ class TestSetting:
                 Setting.read(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ('flags', 'instead'),
+    [
+        ('--classes-per-client 2', '--partition shards'),
+        ('--alpha 0.5 --partition iid', '--partition dirichlet_draws'),
+        ('--most-classes 4 --partition shards', '--partition uneven_classes'),
+        ('--exponent 1', '--partition power_law'),
+        ('--noise 0.2', '--features noisy'),
+    ],
+)
+def test_flags_that_would_change_nothing_are_refused(flags, instead):
+    argv = ['--dataset', 'digits', *flags.split()]
+    with pytest.raises(ValueError, match=f'{argv[2]} changes nothing with '):
+        command.setting_of(command.arguments(argv, 'cifar.py', ''))
+    command.setting_of(command.arguments([*argv, *instead.split()], 'cifar.py', ''))
+
+
 def test_a_run_is_what_its_command_line_makes(tmp_path):
     setting = Setting(**SMALL, algorithm='fedprox', options={'mu': 0.5}, seed=3)
     (tmp_path / 'a.json').write_text(json.dumps({**SMALL, 'algorithm': 'fedprox', 'seed': 9}))

@@ -147,8 +147,22 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     return parser.parse_args(argv)
 
 
+DEPENDENT = {
+    'alpha': ('partition', tuple(name for name in PARTITIONS if name.startswith('dirichlet'))),
+    'classes_per_client': ('partition', ('shards', 'uneven_classes')),
+    'most_classes': ('partition', ('uneven_classes',)),
+    'exponent': ('partition', ('power_law',)),
+    'noise': ('features', ('noisy',)),
+}
+"""Flags that matter only where another setting has one of these values."""
+
+
 def setting_of(args: argparse.Namespace) -> Setting:
-    """The setting of a command line: what is given, on top of the file if there is one."""
+    """The setting of a command line: what is given, on top of the file if there is one.
+
+    Raises:
+      ValueError: as `Setting`, and for a flag that changes nothing beside the others.
+    """
     base = {}
     if args.setting:
         Setting.read(args.setting)  # with the file's name in what is wrong
@@ -157,7 +171,12 @@ def setting_of(args: argparse.Namespace) -> Setting:
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     for several in {'options', 'loading'} & given.keys():
         given[several] = {name: value for part in given[several] for name, value in part.items()}
-    return Setting.of({**base, **given})
+    setting = Setting.of({**base, **given})
+    for name, (chosen, known) in DEPENDENT.items():
+        if name in given and (has := getattr(setting, chosen)) not in known:
+            flag = f'--{name.replace("_", "-")}'
+            raise ValueError(f'{flag} changes nothing with {chosen} {has}: it is for {", ".join(known)}')
+    return setting
 
 
 def prepare(count: int) -> Mesh | None:
