@@ -64,8 +64,7 @@ ROWS = (  # by priority
     Row('a', 'W3', 'grouped', '10 4 2 1', TWO, 240, GRAPHS),
     Row('b', 'W3', options='--rounds 1 --compare pytorch pytorch-channels-last pytorch-graphs', seconds=300),
     Row('c', 'W3', options='--rounds 1 --top 30', seconds=240, flags=APART),
-    Row('d', 'FedETF', seconds=3600),
-    Row('d', 'FedAvg', seconds=3600),
+    *(Row('d', method, lanes='10 4 2 1', seconds=3600) for method in ('FedETF', 'FedAvg')),
     Row('a', 'W3', options=f'{TWO} --precision bfloat16', seconds=240),
     Row('a', 'W1', options='--precision bfloat16'),
     Row('b', 'W1', options='--compare pytorch-compile', seconds=240),
@@ -154,7 +153,8 @@ def command(row: Row, args: argparse.Namespace, known: dict[str, dict[str, Any]]
     if row.part == 'd':
         chosen = [str(args.out / 'tiny.toml')] if args.tiny else ['fedetf_1', '--scenes', SCENE]
         rest = ['--rows', row.what, '--seeds', '0', '--out', str(args.out), *data]
-        return [sys.executable, '-m', 'fedjax_nc.experiments', 'run', *chosen, *rest]
+        lanes = ['--clients-per-chunk', *row.lanes.split()]
+        return [sys.executable, '-m', 'fedjax_nc.experiments', 'run', *chosen, *rest, *lanes]
     chosen = best(row.what, known) if row.form == BEST else (row.form, row.lanes)
     if chosen is None:
         return None

@@ -216,6 +216,7 @@ def test_commands_are_those_of_the_benchmarks(script, tmp_path):
     args.tiny = False
     table = script.command(next(row for row in script.ROWS if row.part == 'd'), args, found, tmp_path)
     assert table[3:9] == ['run', 'fedetf_1', '--scenes', script.SCENE, '--rows', 'FedETF']
+    assert table[-5:] == ['--clients-per-chunk', '10', '4', '2', '1']
 
 
 def test_flags_of_a_row_are_added_to_those_that_are_set(script, monkeypatch):

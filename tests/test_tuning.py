@@ -10,6 +10,7 @@ import toys
 
 from fedjax_nc import models, simulate, tuning
 from fedjax_nc.algorithms import fedavg
+from fedjax_nc.experiments import __main__ as shell
 from fedjax_nc.experiments import command
 
 SIZES = [40, 3, 0, 17, 22, 8]
@@ -223,6 +224,33 @@ def test_candidates_are_few_and_fit_the_cohort():
                 assert ask(batch_size=10) == [*found, *fewer]
                 exact = [choice._replace(precision='highest') for choice in found]
                 assert tuning.candidates(clients, convolutions, platform, precisions=(None, 'highest')) == found + exact
+
+
+def test_lanes_that_become_fewer_may_be_asked_for_by_hand(tmp_path, capsys):
+    args = ['--dataset', 'digits', '--rounds', '1', '--algorithm', 'fedavg', '--clients', '6', '--max-examples', '300']
+    plain = command.main([*args, '--out', str(tmp_path / 'plain')])
+    fewer = [*args, '--out', str(tmp_path / 'fewer')]
+    found = command.main([*fewer, '--clients-per-chunk', '4', '2', '1'])
+    assert found['global_accuracy'] == pytest.approx(plain['global_accuracy'], abs=0.02)
+    told = json.loads((tmp_path / 'fewer' / 'config.json').read_text())['tuned']
+    assert (told['chunk'], told['narrower']) == (4, [1, 2])
+    args[3] = fewer[3] = '2'
+    command.main([*fewer, '--clients-per-chunk', '3', '--resume'])  # the rest as it began
+    told = json.loads((tmp_path / 'fewer' / 'config.json').read_text())['tuned']
+    assert (told['chunk'], told['narrower']) == (3, [1, 2])
+    with pytest.raises(ValueError, match='must become fewer, and they are 4, 4, 1'):
+        command.main([*args, '--out', str(tmp_path / 'other'), '--clients-per-chunk', '4', '4', '1'])
+    assert not (tmp_path / 'other' / 'config.json').exists()
+    (tmp_path / 'two.toml').write_text(
+        'title = "Two"\nseeds = [0]\nmetrics = {General = "global_accuracy"}\n'
+        'methods = {FedAvg = {algorithm = "fedavg"}}\n'
+        'setting = {dataset = "digits", clients = 6, rounds = 1, max_examples = 300}\n'
+    )
+    run = ['run', str(tmp_path / 'two.toml'), '--out', str(tmp_path / 'runs'), '--clients-per-chunk', '4', '2']
+    shell.main(run)
+    (config,) = (tmp_path / 'runs' / 'runs').glob('*/config.json')
+    told = json.loads(config.read_text())['tuned']
+    assert (told['chunk'], told['narrower']) == (4, [2])
 
 
 @pytest.mark.slow

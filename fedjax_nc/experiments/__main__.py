@@ -50,6 +50,8 @@ def arguments(argv: list[str] | None, prog: str = PROG) -> argparse.Namespace:
         sub.add_argument('--target', type=command.number(float, 0, 100), help='accuracy in %% to count rounds to')
     run.add_argument('--one-by-one', action='store_true', help='no program for several seeds of small runs')
     run.add_argument('--tensorboard', action='store_true', help="events for TensorBoard in each run's folder")
+    sides = command.number(int, 1, 10**6)
+    run.add_argument('--clients-per-chunk', type=sides, nargs='+', metavar='CLIENTS', help=command.SIDE_BY_SIDE)
     run.add_argument('--tune', action='store_true', help='first measure how the rounds of each run are fastest here')
     run.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
     return parser.parse_args(argv)
@@ -73,8 +75,8 @@ def main(argv: list[str] | None = None, prog: str = PROG) -> None:
             with watch.tensorboard(args.out):  # whether it can be had, before anything is run
                 pass
         left = runner.carry_out(
-            chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one, tune=args.tune,
-            watch=board if args.tensorboard else None,
+            chosen, args.out, data_dir=args.data_dir, together=not args.one_by_one, chunk=args.clients_per_chunk,
+            tune=args.tune, watch=board if args.tensorboard else None,
         )  # fmt: skip
         for run in left:
             print(f'{run.label}: not done, in the hands of another process unless it was told why')

@@ -34,6 +34,10 @@ IMBALANCE = (
     'largest class over smallest of a long-tailed training set; it is spread over clients, who are tested on parts '
     'of the test set, as in FedLoGe'
 )
+SIDE_BY_SIDE = (
+    'clients side by side, and to which fewer they go on as others are done, such as 10 4 2 1; by default chosen for '
+    'the device'
+)
 PROBLEMS = (  # what a user can cause and mend
     ValueError, ImportError, OSError, MemoryError,
     data.DatasetUnavailableError, training.DivergedError, training.CheckpointError, jax.errors.JaxRuntimeError,
@@ -125,9 +129,7 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--lr-decay', type=number(float, 0, 1, open_low=True), help='factor a round')
     parser.add_argument('--clip', type=positive, help='largest norm of a gradient')
     parser.add_argument('--seed', type=number(int, 0, 2**31 - 1))
-    parser.add_argument(
-        '--clients-per-chunk', type=count, help='clients side by side; chosen for the device by default'
-    )
+    parser.add_argument('--clients-per-chunk', type=count, nargs='+', metavar='CLIENTS', help=SIDE_BY_SIDE)
     parser.add_argument(
         '--tune',
         action='store_true',

@@ -2,12 +2,13 @@
 
 import contextlib
 import importlib
+import itertools
 import json
 import math
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def run(
     *,
     data_dir: str | Path | None = None,
     resume: bool = False,
-    chunk: int | None = None,
+    chunk: int | Sequence[int] | None = None,
     tune: bool = False,
     host: bool = False,
     mesh: Mesh | None = None,
@@ -52,7 +53,8 @@ def run(
       data_dir: where data sets lie or are put, as for `data.load_dataset`; files of one's own by default in the working
         directory.
       resume: continue the run in `out`, or begin it.
-      chunk: clients side by side, as for `simulate.make_round`.
+      chunk: clients side by side, as for `simulate.make_round`; or several numbers, to which fewer they go on as others
+        are done, as in (10, 4, 2, 1). A run that is resumed keeps those of its beginning but for the first.
       tune: whether to measure first how rounds are fastest on this device, by `tuning.fastest`; what it finds is kept
         in `tuning.json` beside `out`, and used again there.
       host: whether examples stay on the host, because they are larger than the device, and travel as rounds need them.
@@ -94,7 +96,7 @@ def run(
             scene = load(setting, data_dir, host)
         with clock.part('tuning') if tune else contextlib.nullcontext():
             choice = chosen(setting, scene, out, chunk, tune, progress)
-        if choice != tuning.Choice(chunk=chunk):
+        if choice != tuning.Choice(chunk=choice.chunk):
             record |= {'tuned': choice._asdict()}
         recipe = build(setting, scene[0], choice)
         measure = Measures(setting, recipe, scene, choice.chunk)
@@ -142,17 +144,32 @@ def import_ahead() -> None:
     threading.Thread(target=work, daemon=True).start()
 
 
-def chosen(setting: Setting, scene: Scene, out: Path, chunk: int | None, tune: bool, show: bool) -> tuning.Choice:
+def side_by_side(chunk: int | Sequence[int] | None) -> tuning.Choice:
+    """What `run` was asked for as `chunk`.
+
+    Raises:
+      ValueError: for numbers that do not descend.
+    """
+    if not isinstance(chunk, Sequence):
+        return tuning.Choice(chunk=chunk)
+    if not chunk or any(more <= less for more, less in itertools.pairwise(chunk)):
+        raise ValueError(f'clients side by side must become fewer, and they are {", ".join(map(str, chunk))}')
+    return tuning.Choice(chunk=chunk[0], narrower=tuple(reversed(chunk[1:])))
+
+
+def chosen(
+    setting: Setting, scene: Scene, out: Path, chunk: int | Sequence[int] | None, tune: bool, show: bool
+) -> tuning.Choice:
     """How rounds are to be computed: as until now if the run goes on, else what is asked for or fastest here."""
-    path = out / 'config.json'
+    asked, path = side_by_side(chunk), out / 'config.json'
     if path.exists():  # another form would be another algorithm to its checkpoints
         try:
             before = tuning.Choice.of(known(path).get('tuned', {}))
         except TypeError as error:
             raise ValueError(f'{path} is damaged: choose another directory') from error
-        return before if chunk is None else before._replace(chunk=chunk)
+        return before if chunk is None else before._replace(chunk=asked.chunk)
     if not tune:
-        return tuning.Choice(chunk=chunk)
+        return asked
     choices = tuning.candidates(
         setting.cohort or setting.clients, convolutions=setting.model not in networks.DENSE,
         batch_size=setting.batch_size, sizes=scene[1].size,
@@ -160,7 +177,7 @@ def chosen(setting: Setting, scene: Scene, out: Path, chunk: int | None, tune: b
     if setting.model not in networks.MODELS:  # whose convolutions, if there are any, have a form of their own
         choices = [choice for choice in choices if choice.conv is None]
     if chunk is not None:
-        choices = [choice._replace(chunk=chunk) for choice in choices]
+        choices = [choice._replace(chunk=asked.chunk, narrower=asked.narrower or choice.narrower) for choice in choices]
     found = tuning.fastest(
         lambda choice: build(setting, scene[0], choice).train, scene[1], choices, cohort=setting.cohort,
         cache=out.parent / 'tuning.json', show=print if show else None,

@@ -33,6 +33,7 @@ def carry_out(
     *,
     data_dir: str | Path | None = None,
     together: bool = True,
+    chunk: Sequence[int] | None = None,
     tune: bool = False,
     watch: Watch | None = None,
     show: bool = True,
@@ -50,6 +51,7 @@ def carry_out(
       out: folder of all runs and reports.
       data_dir: where data sets lie or are put.
       together: whether small runs that differ in their seed alone are trained by one program, see `seeds`.
+      chunk: clients side by side in runs that are trained alone, as for `pipeline.run`.
       tune: whether each run that is begun alone first measures how its rounds are fastest, see `pipeline.run`.
       watch: makes a tracker for each run that is trained, from the run and its folder; entered by `with`, as
         `lambda run, folder: watch.tensorboard(folder / 'tensorboard')` is. No runs are trained together then.
@@ -89,7 +91,7 @@ def carry_out(
                     missing.append(run)
             begun = time.perf_counter()
             try:
-                found = perform(ours, out, data_dir, tune, watch, show and _progress.live())
+                found = perform(ours, out, data_dir, chunk, tune, watch, show and _progress.live())
             except training.CheckpointError as error:  # of one run: others can go on
                 warnings.warn(f'{where(ours[0], out)}: {error}; this run is left out', stacklevel=2)
                 missing += ours
@@ -162,7 +164,13 @@ def alike(run: Run, left: Sequence[Run], out: str | Path) -> list[Run]:
 
 
 def perform(
-    runs: Sequence[Run], out: str | Path, data_dir: str | Path | None, tune: bool, watch: Watch | None, show: bool
+    runs: Sequence[Run],
+    out: str | Path,
+    data_dir: str | Path | None,
+    chunk: Sequence[int] | None,
+    tune: bool,
+    watch: Watch | None,
+    show: bool,
 ) -> dict[str, dict[str, Any]]:
     """Carries out runs that go together, and returns their summaries by name; one that diverged says so."""
     found: dict[str, dict[str, Any]] = {}
@@ -186,8 +194,9 @@ def perform(
         try:
             with contextlib.nullcontext() if watch is None else watch(run, folder) as on_round:
                 result = pipeline.run(
-                    run.setting, folder, data_dir=data_dir, resume=True, tune=tune, on_round=on_round, progress=show
-                )
+                    run.setting, folder, data_dir=data_dir, resume=True, chunk=chunk, tune=tune, on_round=on_round,
+                    progress=show,
+                )  # fmt: skip
         except training.DivergedError as error:
             result = diverged(run, out, error)
         found[run.setting.name] = result
