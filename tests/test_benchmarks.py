@@ -1,6 +1,7 @@
 """The benchmark script, and that its PyTorch loop does the same work."""
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import json
@@ -459,10 +460,36 @@ def test_forms_of_convolution_are_told_apart_and_right(bench, monkeypatch, capsy
     monkeypatch.setattr(convolutions, 'LAYERS', ((9, 16, 8, 3),))
     monkeypatch.setattr(convolutions, 'milliseconds', spied)
     convolutions.main(['--batch', '2'])
-    rows = [line.split(' | ') for line in capsys.readouterr().out.splitlines() if line.startswith('| 9, 16 to 8, 3')]
-    assert [row[1] for row in rows] == list(convolutions.forms())
+    rows = [line.split(' | ') for line in capsys.readouterr().out.splitlines() if ' 9, 16 to 8, 3 ' in line]
+    assert [row[2] for row in rows] == list(convolutions.forms())
     assert all(0 < float(row[-1].strip(' |')) < 1e-6 for row in rows)
     assert called[:3] == [[]] * 3
     if convolutions.libdnnl.version():
         assert called[3:] == [['onednn$']] * 3 + [['fedjax_nc_convolution']] * 3
     assert convolutions.libdnnl.available is own
+
+
+def test_convolutions_of_lanes_are_the_same_in_all_forms(bench, monkeypatch, capsys):
+    convolutions = importlib.import_module('convolutions')
+    rng = np.random.default_rng(0)
+    for pads in (((1, 1), (1, 1)), ((0, 2), (2, 0)), ((1, 1), (0, 2))):
+        where = convolutions.geometry(2, 8, 3, 5, 1)._replace(pads=pads)
+        x, g, kernel = (
+            rng.normal(size=(3, *shape)).astype('f') for shape in ((2, 8, 8, 3), (2, 8, 8, 5), where.kernel)
+        )
+        found = {
+            name: [
+                jax.jit(jax.vmap(functools.partial(step, geometry=where)))(*arrays)
+                for step, arrays in zip(form[:3], ((x, kernel), (g, kernel), (x, g)), strict=True)
+            ]
+            for name, form in convolutions.beside(where).items()
+        }
+        assert list(found) == ['native', 'grouped', 'windows over 2', 'windows over 4', 'windows over 8']
+        for several in found.values():
+            for one, other in zip(several, found['native'], strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(convolutions, 'LAYERS', ((8, 3, 4, 1), (8, 3, 4, 2)))
+    convolutions.main(['--batch', '2', '--calls', '1', '--lanes', '1', '2'])
+    told = [line.split(' | ') for line in capsys.readouterr().out.splitlines() if line.startswith(('| 1 ', '| 2 '))]
+    assert [row[0].strip('| ') for row in told] == ['1'] * 7 + ['2'] * 7
+    assert all(0 < float(row[-1].strip(' |')) < 1e-6 for row in told)
