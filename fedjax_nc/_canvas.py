@@ -68,6 +68,11 @@ def entries(row: Sequence['Axes']) -> tuple[list[Any], list[str]]:
     return list(found.values()), list(found)
 
 
+def label(name: str) -> str:
+    """A name as matplotlib shows it in a legend, which leaves out those that begin with a line."""
+    return f' {name}' if name.startswith('_') else name
+
+
 def legend(figure: 'Figure', row: Sequence['Axes'], most: int, length: float = 3) -> None:
     """One legend for several axes: in the first of them, or beside them where more entries would hide too much."""
     handles, labels = entries(row)

@@ -15,6 +15,7 @@ import numpy as np
 
 from fedjax_nc import checks, tree
 from fedjax_nc.base import Algorithm, Array, FederatedData, Shard, State, Tree
+from fedjax_nc.data import arguments
 from fedjax_nc.data.host import AT_ONCE, HostData, cohorts, part
 from fedjax_nc.local import batch_at, full_batches
 
@@ -41,7 +42,8 @@ def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int =
     width = logits.shape[-1]
     if width != classes:
         raise ValueError(
-            f'the model tells {width} classes apart and the data have {classes}: give both the same number'
+            f'the model tells {width} classes apart and the data have {classes}: give both the same number, '
+            'as by `num_classes` of `data.federate`'
         )
     b = min(batch_size, shard.index.shape[0])
     rows = full_batches(shard.index, b)
@@ -97,13 +99,12 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
         rows = max(1, AT_ONCE // x[:1].nbytes)
         pieces = [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
         return sum(generic(algorithm, state, *piece, num_classes, batch_size) for piece in pieces)
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    if x.ndim == 0 or len(x) == 0:
-        raise ValueError(f'a test set needs examples [n, ...], not the shape {x.shape}')
-    checks.labels('test labels', y, len(x), num_classes)
-    checks.finite('test examples', x)
+    if np.ndim(x) == 0 or len(x) == 0:
+        raise ValueError(f'a test set needs examples [n, ...], not the shape {np.shape(x)}')
+    checks.labels('test labels', y, len(x), num_classes)  # before those of 64 bits lose half of them
+    x = arguments.on_device('test examples', x)
     with _predicting():
-        return _generic(algorithm, state.server, x, y, num_classes, batch_size)
+        return _generic(algorithm, state.server, x, jnp.asarray(y, jnp.int32), num_classes, batch_size)
 
 
 @contextlib.contextmanager
@@ -168,7 +169,8 @@ def per_client(
     checks.kind('algorithm', algorithm, Algorithm)
     checks.kind('state', state, State)
     checks.kind('data', data, FederatedData)
-    if allowed is not None and np.shape(allowed)[1:] != (data.num_classes,):
+    allowed = None if allowed is None else jnp.asarray(allowed)
+    if allowed is not None and allowed.shape[1:] != (data.num_classes,):
         raise ValueError(f'`allowed` must be [K, C] for {data.num_classes} classes, not {np.shape(allowed)}')
     checks.stacked('state.clients', state.clients)
     batch_size = checks.static('batch_size', batch_size)
@@ -233,6 +235,11 @@ def _square(counts: Array) -> Array:
     return counts
 
 
+def _some(total: Array) -> Array:
+    """What to divide by, float32: tables may hold shares, too."""
+    return jnp.where(total > 0, total, 1).astype(jnp.float32)
+
+
 @jax.jit
 def accuracy(counts: Array) -> Array:
     """Share of correct predictions of tables, `[..., C, C] -> [...]` float32; 0 for an empty table.
@@ -248,7 +255,7 @@ def accuracy(counts: Array) -> Array:
     """
     counts = _square(counts)
     total = jnp.sum(counts, axis=(-2, -1))
-    return jnp.trace(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
+    return jnp.trace(counts, axis1=-2, axis2=-1) / _some(total)
 
 
 @jax.jit
@@ -259,7 +266,7 @@ def class_accuracy(counts: Array) -> Array:
     """
     counts = _square(counts)
     total = jnp.sum(counts, axis=-1)
-    return jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(total, 1).astype(jnp.float32)
+    return jnp.diagonal(counts, axis1=-2, axis2=-1) / _some(total)
 
 
 @jax.jit
@@ -304,16 +311,20 @@ def groups(counts: Array) -> Array:
     """Whether a class has many (0), medium (1) or few (2) training examples: `[..., C] -> [..., C]` int32.
 
     From the largest class down, 'many' are those up to the one with which three quarters of the examples are reached,
-    'medium' those up to 95 %, as in FedLoGe (Xiao et al., ICLR 2024). `counts [K, C]` are grouped row by row.
+    'medium' those up to 95 %, as in FedLoGe (Xiao et al., ICLR 2024). `counts [K, C]` are grouped row by row; they may
+    be shares.
     """
     counts = jnp.asarray(counts)
-    if jnp.issubdtype(counts.dtype, jnp.integer):
+    whole = jnp.issubdtype(counts.dtype, jnp.integer)
+    if whole:
         counts = counts.astype(jnp.int32)  # unsigned ones would wrap below zero, small ones beyond their largest
     order = jnp.argsort(-counts, axis=-1)
     ordered = jnp.take_along_axis(counts, order, axis=-1)
     before = jnp.cumsum(ordered, axis=-1) - ordered
     total = jnp.sum(counts, axis=-1, keepdims=True)
-    group = (before >= total - total // 4).astype(jnp.int32) + (before >= total - total // 20)  # 4 * total may overflow
+    # Of integers 4 times the total may overflow, and sums of floats are rounded.
+    ends = (total - total // n if whole else (1 - 1 / n - 1e-6) * total for n in (4, 20))
+    group = sum((before >= end).astype(jnp.int32) for end in ends)
     return jnp.take_along_axis(group, jnp.argsort(order, axis=-1), axis=-1)
 
 
@@ -340,7 +351,7 @@ def group_accuracy(counts: Array, groups: Array) -> Array:
     groups = jnp.asarray(groups)
     _by_class('groups', groups, counts)
     hits = by_group(jnp.diagonal(counts, axis1=-2, axis2=-1), groups)
-    return hits / jnp.maximum(by_group(jnp.sum(counts, axis=-1), groups), 1).astype(jnp.float32)
+    return hits / _some(by_group(jnp.sum(counts, axis=-1), groups))
 
 
 @jax.jit
@@ -351,7 +362,7 @@ def class_f1(counts: Array) -> Array:
     """
     counts = _square(counts)
     met = jnp.sum(counts, axis=-1) + jnp.sum(counts, axis=-2)
-    return 2.0 * jnp.diagonal(counts, axis1=-2, axis2=-1) / jnp.maximum(met, 1).astype(jnp.float32)
+    return 2.0 * jnp.diagonal(counts, axis1=-2, axis2=-1) / _some(met)
 
 
 @jax.jit
@@ -373,8 +384,7 @@ def weighted_f1(counts: Array) -> Array:
     """
     counts = _square(counts)
     support = jnp.sum(counts, axis=-1)
-    total = jnp.maximum(jnp.sum(support, axis=-1), 1).astype(jnp.float32)
-    return jnp.sum(support * class_f1(counts), axis=-1) / total
+    return jnp.sum(support * class_f1(counts), axis=-1) / _some(jnp.sum(support, axis=-1))
 
 
 class Over(NamedTuple):
@@ -424,7 +434,7 @@ def over_clients(counts: Array) -> OverClients:
     Without any test example `low` is NaN and the others are 0.
 
     Raises:
-      ValueError: for another shape.
+      ValueError: for another shape, or no table at all.
 
     Example:
       >>> import jax.numpy as jnp
@@ -435,8 +445,14 @@ def over_clients(counts: Array) -> OverClients:
     """
     counts = _square(counts)
     checks.rows('tables', counts, 3)
+    if not len(counts):
+        raise ValueError('there is no client: give a table [C, C] of each')
     tested = jnp.sum(counts, axis=(-2, -1)) > 0
     values = accuracy(counts)
     low = jnp.nanpercentile(jnp.where(tested, values, jnp.nan), 10)
     mean, std = over(values, tested)
-    return OverClients(mean, std, accuracy(jnp.sum(counts, axis=0)), low)
+    # Floats, because examples of all clients together may be more than integers of 32 bits can count.
+    hits, total = (
+        jnp.sum(u.astype(jnp.float32)) for u in (jnp.trace(counts, axis1=-2, axis2=-1), jnp.sum(counts, (1, 2)))
+    )
+    return OverClients(mean, std, hits / _some(total), low)

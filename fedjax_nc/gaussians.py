@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_nc import classwise
+from fedjax_nc import checks, classwise
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.base import Array, Shard
 
@@ -41,7 +41,10 @@ def scatter(z: Array, y: Array, weight: Array, mean: Array, covariance: str = 'f
       ValueError: for another `covariance`, or shapes that do not fit.
     """
     _known(covariance)
-    classwise.check_rows(z, y, weight)
+    checks.rows('mean', mean)
+    classwise.check_rows(z, y, weight, len(mean))
+    if mean.shape[1] != z.shape[1]:
+        raise ValueError(f'features of {z.shape[1]} dimensions have no means {mean.shape}')
     if covariance == 'full':
         return classwise.scatter(z, y, weight, mean)
     gap = jnp.where(weight[:, None] > 0, z - mean[y], 0.0)
@@ -65,12 +68,15 @@ def merge(classes: ClassRows, scatters: Array, covariance: str = 'full') -> Gaus
       [C, D, D], for 'tied' the same one C times, for 'diag' [C, D].
 
     Raises:
-      ValueError: for another `covariance`.
+      ValueError: for another `covariance`, or scatters of another.
     """
     _known(covariance)
+    number, dim = classes.rows.shape[1:]
+    wanted = {'full': (number, dim, dim), 'diag': (number, dim), 'tied': (dim, dim)}[covariance]
+    if scatters.shape != wanted:
+        raise ValueError(f'{covariance!r} scatters of {number} classes must be {wanted}, not {scatters.shape}')
     weight = classes.weight
     count = jnp.sum(weight, axis=0)
-    number = len(count)
     mean = jnp.einsum('kc,kcd->cd', weight, classes.rows, precision='highest') / jnp.maximum(count, 1.0)[:, None]
     gap = jnp.where(weight[..., None] > 0, classes.rows - mean, 0.0)
     if covariance == 'diag':
@@ -107,7 +113,11 @@ def sample(
     Returns:
       A shard: a pool of `samples C` rows [D], or twice as many with `proportional`, their labels, and row numbers of
       which the first `size` are real; `counts` [C] says how many of each class.
+
+    Raises:
+      ValueError: if `samples` is no whole number of at least 1.
     """
+    samples = checks.static('samples', samples)
     count, classes = gaussians.count, len(gaussians.count)
     share = samples * (count > 0).astype(jnp.int32)
     if proportional:

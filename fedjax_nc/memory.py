@@ -29,7 +29,11 @@ def remember(memory: Memory, new: ClassRows, inertia: Array | float = 0.0) -> Me
       memory: before the round; its `alpha` stays.
       new: means of the round, rows [C, D] and weights [C], as `aggregators.class_mean` makes them.
       inertia: what remains of the row of a class that was seen before, in [0, 1].
+
+    Raises:
+      ValueError: for another `inertia`.
     """
+    checks.number('inertia', inertia, high=1)
     known = new.weight > 0
     keep = jnp.where(memory.seen, inertia, 0.0)[:, None]
     mu = jnp.where(known[:, None], keep * memory.mu + (1 - keep) * new.rows, memory.mu)

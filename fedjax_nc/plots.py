@@ -256,8 +256,9 @@ def grouped_bars(
             hatch = _canvas.HATCHES[i // len(_canvas.COLORS) % len(_canvas.HATCHES)]  # where colours come again
             color = _canvas.COLORS[i % len(_canvas.COLORS)]
             axes.bar(
-                x, y.mean(0), 0.92 * width, label=name, color=color, hatch=hatch, edgecolor=_canvas.PAPER, linewidth=0
-            )
+                x, y.mean(0), 0.92 * width, label=_canvas.label(name), color=color, hatch=hatch,
+                edgecolor=_canvas.PAPER, linewidth=0,
+            )  # fmt: skip
             if len(y) > 1:
                 axes.errorbar(x, y.mean(0), y.std(0), fmt='none', ecolor=_canvas.INK, elinewidth=1)
                 seeds.add(len(y))
@@ -369,9 +370,11 @@ def save(figure: 'Figure', path: str | Path, *, dpi: float = 100) -> tuple[Path,
 
     Raises:
         OSError: if they cannot be written.
-        ValueError: for a format that matplotlib does not write, or as `dark`.
+        ValueError: without an ending, for a format that matplotlib does not write, or as `dark`.
     """
     path = Path(path)
+    if not path.suffix:
+        raise ValueError(f'{path} names no format: give it an ending, such as {path.name}.png')
     both = path, path.with_stem(f'{path.stem}-dark')
     for each, target in zip((figure, dark(figure)), both, strict=True):
         each.savefig(target, dpi=dpi, facecolor=each.get_facecolor())
@@ -401,7 +404,7 @@ def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, 
         axes.plot(
             x,
             mean,
-            label=name,
+            label=_canvas.label(name),
             color=color,
             linestyle=_canvas.DASHES[i % len(_canvas.DASHES)],
             linewidth=1.8,

@@ -95,10 +95,11 @@ class Store:
           ValueError: if the states have another structure or other shapes than the store's, for a negative number or a
             client twice.
         """
-        real = np.flatnonzero(np.asarray(ids) < self.num_clients)
-        ids, (leaves, structure) = np.asarray(ids)[real], jax.tree.flatten(states)
-        if not self._known(ids):
+        ids = np.asarray(ids)
+        if ids.ndim != 1 or ids.dtype.kind not in 'iu' or not self._known(ids[ids < self.num_clients]):
             raise ValueError(f'ids must be different numbers of clients, from 0 on, not {checks.shown(ids)}')
+        real = np.flatnonzero(ids < self.num_clients)
+        ids, (leaves, structure) = ids[real], jax.tree.flatten(states)
         shapes = [u.shape[1:] for u in self._leaves]
         if (structure, [u.shape[1:] for u in leaves]) != (self._structure, shapes):
             raise ValueError('these are not states of the algorithm that the store was made for')

@@ -111,8 +111,9 @@ def run(
 
     Raises:
       ValueError: if `rounds` or another number is not a whole one of at least 1, if `evaluate` or `on_round` is no
-        function, if `resume` lacks `out`, if `out` already holds a run that is not to be resumed, or one of more
-        rounds, or is in use by another run; at the first evaluation, if that does not give scalars by name.
+        function of what it is called with, if `resume` lacks `out`, if `out` already holds a run that is not to be
+        resumed, or one of more rounds, or is in use by another run; at the first evaluation, if that does not give
+        scalars by name.
       MemoryError: if a round would need more memory than there is; before anything is compiled.
       DivergedError: when the server is not finite any more, or no client is; it names the round, the broken clients and
         what may be the cause, and the last good checkpoint stays.
@@ -141,9 +142,10 @@ def run(
     checks.number('checkpoint_pause', checkpoint_pause)
     if memory_limit is not None:
         checks.number('memory_limit', memory_limit, finite=False)
-    for what, function in {'evaluate': evaluate, 'on_round': on_round}.items():
-        if function is not None and not callable(function):
-            raise ValueError(f'{what} must be a function, not {checks.shown(function)}')
+    if evaluate is not None:
+        checks.called('evaluate', evaluate, 'state')
+    if on_round is not None:
+        checks.called('on_round', on_round, 'row, state', 'what `watch` makes, `watch.tensorboard` entered by `with`')
     if resume and out is None:
         raise ValueError('resume needs the directory of the run: pass out=')
     checks.key('key', key)

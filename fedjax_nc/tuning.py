@@ -116,9 +116,11 @@ def candidates(
       to the same lanes `fastest` tries once.
 
     Raises:
-      ValueError: for less than one client.
+      ValueError: for less than one client, or one precision that is not in a list.
     """
     checks.whole('clients', clients)
+    if isinstance(precisions, str):
+        raise ValueError(f'precisions must be several, as in [{precisions!r}]')
     platform = platform or jax.default_backend()
     usual = (1, 4, 20) if convolutions else (1, 20, 100)
     if cpu := platform == 'cpu':
@@ -177,7 +179,10 @@ def fastest(
       RuntimeError: if none of them runs on the device.
       OSError: before anything is timed, if the cache cannot be written.
     """
-    choices = tuple(dict.fromkeys(Choice.of(choice._asdict()) for choice in choices))
+    given = () if isinstance(choices, Choice) else tuple(choices)
+    if isinstance(choices, Choice) or not all(isinstance(choice, Choice) for choice in given):
+        raise ValueError(f'choices must be several of Choice, such as candidates(cohort), not {checks.shown(choices)}')
+    choices = tuple(dict.fromkeys(Choice.of(choice._asdict()) for choice in given))
     if not choices:
         raise ValueError('there is nothing to choose from: give at least one Choice')
     for choice in choices:

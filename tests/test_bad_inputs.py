@@ -412,7 +412,7 @@ LATER = {
     ),
     'a metric by name': (
         lambda: training.run(PLAIN, toys.KEY, (), SINGLE, rounds=1, evaluate='accuracy'),
-        "evaluate must be a function, not 'accuracy'",
+        r"evaluate must be a function of \(state\); not 'accuracy'",
     ),
     'a partition for clients': (lambda: plots.class_distribution([np.arange(3)]), 'data must be FederatedData'),
     'one width': (

@@ -1,6 +1,7 @@
 """CSV and Parquet tables, and data sets of Hugging Face, with a column that says whose a row is."""
 
 import io
+import json
 import subprocess
 import sys
 
@@ -104,6 +105,53 @@ def test_standardized_by_the_training_rows(tmp_path):
     np.testing.assert_allclose(dataset.x_train.std(0)[:3], 1, atol=1e-5)
     assert dataset.x_train.dtype == np.float32
     assert not dataset.x_train[:, 3].any()
+
+
+def test_the_index_of_a_data_frame_is_no_feature(tmp_path):
+    """It tells the order of the rows, and so their classes where they are sorted."""
+    path = write(tmp_path / 'cells.csv')
+    lines = path.read_text().splitlines()
+    path.write_text('\n'.join(f'{i - 1 if i else ""},{line}' for i, line in enumerate(lines)))
+    with pytest.raises(ValueError, match=r"a column '', the index of a data frame.*index=False, or name `features`"):
+        load_table(path, **HOW)
+    assert load_table(path, **HOW, features=['radius']).x_train.shape[1] == 1
+    for name, about in (('__index_level_0__', None), ('row', {'index_columns': ['row'], 'columns': []})):
+        table = pa.table({**columns(), name: np.arange(90)})
+        table = table.replace_schema_metadata({'pandas': json.dumps(about)}) if about else table
+        pyarrow.parquet.write_table(table, tmp_path / 'cells.parquet')
+        with pytest.raises(ValueError, match=f'a column {name!r}, the index'):
+            load_table(tmp_path / 'cells.parquet', **HOW)
+        owned = load_table(tmp_path / 'cells.parquet', label='diagnosis', client=name, features=['radius'])
+        assert len(set(owned.clients_train) | set(owned.clients_test)) == 90
+
+
+def test_large_numbers_are_standardized_before_they_are_rounded(tmp_path):
+    late = 1_700_000_000 + np.arange(90)
+    path = write(tmp_path / 'cells.parquet', time=late)
+    x = load_table(path, **HOW, features=['time'], standardize=True, test=0.2)
+    seen = np.sort(np.concatenate([x.x_train, x.x_test])[:, 0])
+    np.testing.assert_allclose(np.diff(seen), np.diff(seen)[0], rtol=1e-3)
+    with pytest.raises(ValueError, match="'time' holds whole numbers that float32 does not tell apart: take off"):
+        load_table(path, **HOW)
+    pyarrow.csv.write_csv(pa.table({**columns(), 'time': 2**24 + 2**20 * np.arange(90)}), tmp_path / 'CELLS.CSV')
+    assert load_table(tmp_path / 'CELLS.CSV', **HOW).x_train.shape[1] == 4  # float32 has these
+
+
+@pytest.mark.parametrize('end', ['csv', 'parquet'])
+@pytest.mark.parametrize('column', ['diagnosis', 'hospital'])
+def test_empty_words_are_no_class_and_no_client(tmp_path, end, column):
+    said = columns()[column]
+    path = write(tmp_path / f'cells.{end}', **{column: ['', *said[1:-1], '']})
+    with pytest.raises(ValueError, match=f'column {column!r} has 2 rows without a value: fill or drop them'):
+        load_table(path, **HOW)
+
+
+def test_one_number_in_several_ways_is_refused(tmp_path):
+    path = write(tmp_path / 'cells.csv', hospital=['01', '1', '2'] * 30)
+    with pytest.raises(ValueError, match="writes one number of 'hospital' in several ways"):
+        load_table(path, **HOW)
+    path = write(tmp_path / 'cells.csv', hospital=['01', '10', '02'] * 30)
+    assert set(load_table(path, **HOW).clients_train) == {0, 1, 2}
 
 
 def test_a_program_with_hospitals_as_clients(tmp_path):
@@ -287,6 +335,22 @@ def test_what_does_not_fit_the_hub(hub, how, said):
     with pytest.raises(ValueError, match=said) as info:
         load_hub(letters(hub)[0], **{**LETTERS, 'test': 0.5, **how})
     assert '\n' not in str(info.value)
+
+
+def test_configurations_of_a_copy_are_not_mixed(hub, tmp_path):
+    rows = pa.table({'a': np.arange(10.0), 'y': ['u', 'v'] * 5})
+    for name in ('small', 'full'):
+        for split in ('train', 'test'):
+            (tmp_path / 'copy' / name).mkdir(parents=True, exist_ok=True)
+            pyarrow.parquet.write_table(rows, tmp_path / 'copy' / name / f'{split}-00000-of-00001.parquet')
+    with pytest.raises(ValueError, match="has 'test' in full and small: give the folder of one configuration"):
+        load_hub(tmp_path / 'copy', label='y', features=['a'])
+    assert len(load_hub(tmp_path / 'copy' / 'full', label='y', features=['a']).x_train) == 10
+    with pytest.raises(ValueError, match='`features` must be a column of images'):
+        load_hub(tmp_path / 'copy' / 'full', label='y', features=[])
+    lacking = hub.Dataset.from_dict({'a': np.arange(4.0), 'y': ['u', None, 'v', 'u'], 'who': [1, 2, None, 1]})
+    with pytest.raises(ValueError, match="'y' has 1 rows without a value"):
+        load_hub(lacking, label='y', features=['a'], test=0.5)
 
 
 def test_hostile_images_of_the_hub(hub, tmp_path):

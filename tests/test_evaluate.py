@@ -30,6 +30,44 @@ def test_personal_models_are_those_of_their_stage(data):
     np.testing.assert_array_equal(same, evaluate.per_client(stage, own, data, personal=False))
 
 
+def test_tables_of_shares_are_read_as_those_of_counts():
+    table = np.random.default_rng(0).integers(0, 9, (3, 4, 4))
+    shares = table / table.sum((1, 2), keepdims=True)
+    groups = np.array([0, 1, 2, 2])
+    for read in (
+        evaluate.accuracy, evaluate.class_accuracy, evaluate.class_f1, evaluate.macro_f1, evaluate.weighted_f1,
+        lambda t: evaluate.group_accuracy(t, groups), lambda t: evaluate.weighted_accuracy(t, np.arange(4.0)),
+    ):  # fmt: skip
+        np.testing.assert_allclose(read(shares), read(table), rtol=1e-5)
+    for counts in ([60, 25, 10, 5], [75, 20, 5, 0], [1, 1, 1, 1], [7, 0, 3, 2]):
+        want = evaluate.groups(np.array(counts))
+        np.testing.assert_array_equal(evaluate.groups(np.array(counts) / sum(counts)), want)
+
+
+def test_examples_of_a_population_may_be_beyond_counting():
+    tables = np.broadcast_to(np.diag([6_000_000, 4_000_000]).astype(np.int32), (300, 2, 2)).copy()
+    tables[:, 0, 1] = 10_000_000
+    assert evaluate.over_clients(tables).pooled == pytest.approx(0.5, rel=1e-5)
+    with pytest.raises(ValueError, match='there is no client'):
+        evaluate.over_clients(np.zeros((0, 2, 2), int))
+
+
+def test_test_sets_are_not_changed_on_their_way(data):
+    state = simulate.init(stage, toys.KEY, data)
+    x, y = np.asarray(data.x), np.asarray(data.y, np.int64)
+    want = evaluate.generic(stage, state, x, y, toys.CLASSES)
+    for other in (x.astype('>f4'), x.astype(np.longdouble)):
+        np.testing.assert_array_equal(evaluate.generic(stage, state, other, y.astype('>i8'), toys.CLASSES), want)
+    with pytest.raises(ValueError, match='test labels must lie in'):
+        evaluate.generic(stage, state, x, y + 2**32, toys.CLASSES)
+    with pytest.raises(ValueError, match=r'test examples goes from 0 to 4294967296 and does not fit int32'):
+        evaluate.generic(stage, state, np.array([[0] * 12, [2**32] * 12]), np.array([0, 1]), toys.CLASSES)
+    allowed = np.ones((data.num_clients, toys.CLASSES), bool)
+    np.testing.assert_array_equal(
+        evaluate.per_client(stage, state, data, allowed=allowed.tolist()), evaluate.per_client(stage, state, data)
+    )
+
+
 def test_generic_counts_equal_numpy_for_any_batch_size(data):
     state = simulate.init(stage, toys.KEY, data)
     want = table_by_hand(stage.predict(state.server, None, data.x), np.asarray(data.y))

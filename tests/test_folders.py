@@ -218,6 +218,14 @@ def test_links_in_circles_end(photos, kept):
     np.testing.assert_array_equal(load_folder(folder, cache=kept).x_test, pixels['test'])
 
 
+def test_images_may_lie_at_any_depth(photos, kept):
+    folder, pixels = photos
+    deep = folder / 'train' / 'cat' / '/'.join('1234567')
+    deep.mkdir(parents=True)
+    shutil.copy(next((folder / 'train' / 'cat').glob('*.png')), deep / 'zz.png')
+    assert len(load_folder(folder, cache=kept).x_train) == len(pixels['train']) + 1
+
+
 def tarred(path, members):
     with tarfile.open(path, 'w:gz', compresslevel=1) as tar:
         for name, content, fields in members:

@@ -15,6 +15,7 @@ from fedjax_nc import data, evaluate, footprint, population, simulate, training
 from fedjax_nc.algorithms import ccvr, fedavg, fednh, finetune, latest, scaffold
 from fedjax_nc.base import State
 from fedjax_nc.data import host
+from fedjax_nc.metrics import similarity
 
 SIZES = (30, 7, 25, 9, 14, 3, 22, 11)
 COHORT = 3
@@ -31,6 +32,17 @@ def both(tmp_path_factory):
     return data.federate(there.x, there.y, parts, toys.CLASSES), data.federate(
         x, there.y, parts, toys.CLASSES, host=True
     )
+
+
+def test_class_means_of_clients_whose_examples_are_on_the_host(both, monkeypatch):
+    here, there = both
+    v = simulate.init(fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN), toys.KEY, here).server.variables
+    several = jax.tree.map(lambda u: jnp.stack([u * (1 + k) for k in range(len(SIZES))]), v)
+    monkeypatch.setattr(similarity, 'cohorts', lambda data: host.cohorts(data, 4000))
+    assert len(list(similarity.cohorts(there))) > 1
+    for variables, own in ((v, False), (several, True)):
+        one, other = (similarity.client_prototypes(toys.task, variables, d, own=own, batch_size=8) for d in both)
+        toys.same(one, other)
 
 
 ALGORITHMS = {

@@ -66,7 +66,39 @@ def test_frame_error_in_closed_form():
     np.testing.assert_allclose(frame_error(one), 2, atol=1e-6)
     # three orthogonal columns of which two count: their ETF is a line
     np.testing.assert_allclose(frame_error(jnp.eye(3), jnp.array([True, False, True])), 1, atol=1e-6)
-    assert frame_error(jnp.ones((3, 1))) == 0
+    assert np.isnan(frame_error(jnp.ones((3, 1))))  # which has no pair
+
+
+@pytest.mark.parametrize('scale', [1e-30, 1e-5, 1e10, 1e18])
+def test_a_common_scale_changes_nothing(sample, scale):
+    z, y, _ = sample
+    small, vectors = np.float32(scale) * z, np.eye(4, 5, dtype=np.float32)
+    both = np.stack([z, z[:, ::-1] ** 2])
+    for measure in (
+        lambda z: collapse.nc2(z, y, 5), lambda z: collapse.nc2(z, y, 5, centred=False),
+        lambda z: collapse.nc1_cosine(z, y, 5), lambda z: collapse.nc3(z, y, vectors).values,
+        lambda z: collapse.nc3_means(z, y, vectors).values, similarity.mean_pairwise_cosine,
+        lambda z: similarity.linear_cka(z, both[1]), lambda z: similarity.linear_cka(both[1], z),
+    ):  # fmt: skip
+        np.testing.assert_allclose(measure(small), measure(z), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(similarity.cka_matrix(np.float32(scale) * both), similarity.cka_matrix(both), rtol=1e-4)
+
+
+@pytest.mark.parametrize('sizes', [(10, 10, 10), (1, 7, 13), (40,) * 10])
+def test_features_that_are_all_alike_have_no_geometry(sizes):
+    """Their class means differ by rounding alone, which is no scatter."""
+    row = np.random.default_rng(0).normal(size=9).astype(np.float32)
+    y = np.repeat(np.arange(len(sizes)), sizes)
+    z = np.broadcast_to(row, (len(y), 9))
+    assert nc1(z, y, len(sizes)) == np.inf
+    np.testing.assert_allclose(nc2(z, y, len(sizes)), 1 / (len(sizes) - 1), rtol=1e-6)  # cosines of 0
+    assert linear_cka(z, np.random.default_rng(1).normal(size=(len(y), 4))) == 0
+    tiny = degenerate(np.full_like(z, 1e-23), y, len(sizes))
+    np.testing.assert_array_equal(tiny.relative, 0)
+
+
+def test_nc2_of_one_class_is_not_known():
+    assert np.isnan(nc2(np.ones((3, 4), np.float32), np.array([1, 1, 1]), 3))
 
 
 def test_nc1_in_closed_form():

@@ -1,5 +1,6 @@
 """Partitions: every example once, the same for the same seed, the published shapes, and an end in all circumstances."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -198,6 +199,28 @@ def test_minute_alpha_gives_a_class_to_one_client(alpha):
         ]
         assert sum(len(labels) for labels, _ in held) == 10
         assert {int(count) for _, counts in held for count in counts} == {5000}
+
+
+def test_numbers_of_any_library_are_taken():
+    y = np.arange(60) % 3
+    for number in (jnp.int32, np.int8, np.asarray):
+        for make, plain in (
+            (lambda n: partition.iid(y, n(4), seed=n(3)), partition.iid(y, 4, seed=3)),
+            (lambda n: partition.dirichlet(y, n(4), 0.9, seed=n(3), min_size=n(2)),
+             partition.dirichlet(y, 4, 0.9, seed=3, min_size=2)),
+            (lambda n: partition.uneven_classes(y, n(4), (n(1), n(2)), seed=n(3)),
+             partition.uneven_classes(y, 4, (1, 2), seed=3)),
+            (lambda n: partition.power_law(y, n(20), 1.0, seed=n(3), min_size=n(3)),
+             partition.power_law(y, 20, 1.0, seed=3, min_size=3)),
+        ):  # fmt: skip
+            for one, other in zip(make(number), plain, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize('ids', [['a', None], np.array(['2020-01-01', 'NaT'], 'M8[ns]'), [1, float('nan')]])
+def test_who_is_missing_is_no_client(ids):
+    with pytest.raises(ValueError, match=r'`ids` must be hashable, not NaN or None; got .* in row 1'):
+        partition.natural(ids)
 
 
 def test_iid_and_natural():

@@ -4,10 +4,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from fedjax_nc import checks
+from fedjax_nc.base import Array
 
 
 def array(name: str, value: Any) -> NDArray[Any]:
@@ -25,6 +28,35 @@ def array(name: str, value: Any) -> NDArray[Any]:
         return np.asarray(value)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{name} must be an array or make one; got {checks.shown(value)}.') from error
+
+
+def on_device(name: str, value: Any) -> Array:
+    """Examples as jax stores them: integers of at most 32 bits, floats of 64 as float32.
+
+    Args:
+        name: what the caller calls them.
+        value: anything.
+
+    Raises:
+        ValueError: for what are no real, finite numbers, or where storing them would make others of them.
+    """
+    given = value if isinstance(value, jax.Array) else array(name, value)
+    if not any(jnp.issubdtype(given.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
+        raise ValueError(f'{name} must be real numbers; got {given.dtype}.')
+    if isinstance(given, np.ndarray) and given.dtype.kind == 'f' and given.dtype.itemsize > 8:
+        given = given.astype(np.float64)
+    if isinstance(given, np.ndarray) and not given.dtype.isnative:
+        given = given.astype(given.dtype.newbyteorder('='))
+    with np.errstate(over='ignore'):  # what overflows is found below
+        stored = jnp.asarray(given)
+    if stored.dtype == np.float64:  # which jax keeps where 64 bits are enabled
+        stored = stored.astype(jnp.float32)
+    if jnp.issubdtype(given.dtype, jnp.integer) and stored.dtype != given.dtype and given.size:
+        low, high, limits = given.min(), given.max(), jnp.iinfo(stored.dtype)
+        if low < limits.min or high > limits.max:
+            raise ValueError(f'{name} goes from {low} to {high} and does not fit {stored.dtype}: make it floating.')
+    checks.finite(f'{name} as {stored.dtype}', stored)
+    return stored
 
 
 def number(name: str, value: Any, low: float = 0.0, **limits: Any) -> float:

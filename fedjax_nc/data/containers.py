@@ -20,7 +20,6 @@ from fedjax_nc.data.cifar import Bounded
 
 MOST_FILES = 2**22
 MOST_BYTES = 2**25  # of a file: no picture that one trains on is larger
-_DEPTH = 6  # of folders: links may lead in circles
 _RATIO = 64  # at most, of what a .tar file unpacks to and itself, but for _SPARE bytes: images are packed already
 _SPARE = 2**32
 _HEADERS = 2**15  # bytes of a .tar file beside what a file of it holds
@@ -114,9 +113,14 @@ def _walk(path: Path) -> dict[str, os.stat_result]:
     """The files below a folder, by their names from there."""
     found = {}
     top = str(path)
+    above = {top: {_place(top)}}  # of each folder, which it lies in: links may lead in circles
     for folder, inner, names in os.walk(top, followlinks=True):
         below = folder[len(top) :].strip(os.sep).replace(os.sep, '/')
-        inner[:] = sorted(name for name in inner if not name.startswith('.')) if below.count('/') < _DEPTH else []
+        around = above.pop(folder)
+        inner[:] = sorted(name for name in inner if not name.startswith('.'))
+        places = {name: _place(f'{folder}/{name}') for name in inner}
+        inner[:] = [name for name in inner if places[name] not in around]
+        above |= {os.path.join(folder, name): around | {places[name]} for name in inner}
         for name in sorted(names):
             try:
                 about = os.stat(f'{folder}/{name}')
@@ -127,6 +131,12 @@ def _walk(path: Path) -> dict[str, os.stat_result]:
         if len(found) > MOST_FILES:
             raise ValueError(f'{path} holds more than {MOST_FILES} files')
     return found
+
+
+def _place(folder: str) -> tuple[int, int]:
+    """What tells a folder from others, by whatever name."""
+    about = os.stat(folder)
+    return about.st_dev, about.st_ino
 
 
 def _zip(path: Path) -> Container:

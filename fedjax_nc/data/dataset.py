@@ -65,8 +65,8 @@ def subset(dataset: Dataset, max_examples: int, seed: int) -> Dataset:
         ValueError: if an argument is not of this kind, or the training set holds anything but labels for its examples.
     """
     _check(dataset)
-    checks.whole('`max_examples`', max_examples)
-    checks.whole('`seed`', seed, 0)
+    max_examples = checks.static('`max_examples`', max_examples)
+    seed = checks.static('`seed`', seed, 0)
     checks.labels('`dataset.y_train`', dataset.y_train, len(dataset.x_train))
     rows = np.random.default_rng(seed).permutation(len(dataset.y_train))
     rank = np.empty(len(rows), np.intp)  # the how many-th example of its class
@@ -83,7 +83,7 @@ def held_out(labels: NDArray[np.integer], share: float, seed: int) -> tuple[NDAr
         ValueError: if the share is not between 0 and 1, or so small that nothing is held out.
     """
     share = arguments.number('`test`', share, 0, high=1, open_low=True, open_high=True)
-    checks.whole('`seed`', seed, 0)
+    seed = checks.static('`seed`', seed, 0)
     rng = np.random.default_rng(seed)
     classes = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
     test = np.sort(np.concatenate([rows[: int(share * len(rows) + 1e-9)] for rows in classes]))

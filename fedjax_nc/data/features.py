@@ -85,7 +85,7 @@ def add_noise(x: ArrayLike, parts: Parts, variance: float, *, seed: int) -> NDAr
     """
     given = arguments.array('`x`', x)
     variance = arguments.number('`variance`', variance)
-    checks.whole('`seed`', seed, 0)
+    seed = checks.static('`seed`', seed, 0)
     if given.dtype == np.uint8:
         out = given.astype(np.float32) / 255
     elif np.issubdtype(given.dtype, np.floating) and given.ndim:

@@ -76,7 +76,7 @@ def federate(
     rows = [_rows(k, arguments.array(f'`parts[{k}]`', part), len(labels), allow_empty) for k, part in enumerate(parts)]
     longest = max(len(part) for part in rows)
     if width is not None:
-        checks.whole('`width`', width)
+        width = checks.static('`width`', width)
         if width < longest:
             raise ValueError(f'`width` is {width} and the longest client has {longest} examples.')
     kept = labels.astype(np.int32) if host else jnp.asarray(labels, jnp.int32)
@@ -116,7 +116,7 @@ def split(data: FederatedData, fraction: float, *, seed: int) -> tuple[Federated
     """
     checks.kind('`data`', data, FederatedData)
     fraction = arguments.number('`fraction`', fraction, 0, high=1, open_low=True, open_high=True)
-    checks.whole('`seed`', seed, 0)
+    seed = checks.static('`seed`', seed, 0)
     index, sizes, labels = (arguments.array('`data`', part) for part in (data.index, data.size, data.y))
     train, test = [], []
     for k, size in enumerate(sizes.tolist()):
@@ -146,7 +146,7 @@ def common_test(x: ArrayLike, y: ArrayLike, num_clients: int, num_classes: int |
     Raises:
         ValueError: if there is no client, or as for `federate`.
     """
-    checks.whole('`num_clients`', num_clients)
+    num_clients = checks.static('`num_clients`', num_clients)
     labels = arguments.labels('`y`', y)
     return federate(x, labels, [np.arange(len(labels))] * num_clients, num_classes)
 
@@ -175,8 +175,8 @@ def matched_tests(counts: ArrayLike, x: ArrayLike, y: ArrayLike, *, total: int =
     if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer) or not table.any() or table.min() < 0:
         raise ValueError(f'`counts` must be a table [K, C] of label counts; got shape {table.shape}, {table.dtype}.')
     _count_classes('the columns of `counts`', table.shape[1])
-    checks.whole('`total`', total)
-    checks.whole('`seed`', seed, 0)
+    total = checks.static('`total`', total)
+    seed = checks.static('`seed`', seed, 0)
     if int(table.max()) * max(total, table.size) >= 2**63:
         raise ValueError(f'`counts` up to {table.max()} and a `total` of {total} are too large to be true.')
     labels = arguments.labels('`y`', y, classes=table.shape[1])
@@ -223,20 +223,9 @@ def _count_classes(name: str, count: int) -> None:
 def _pool(x: Any, length: int) -> Array:
     """Examples as jax stores them, refused where that makes others of them."""
     given = x if isinstance(x, jax.Array) else arguments.array('`x`', x)
-    if not any(jnp.issubdtype(given.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
-        raise ValueError(f'`x` must be real numbers; got {given.dtype}.')
     if given.ndim == 0 or len(given) != length:
         raise ValueError(f'`x` and `y` must hold one entry per example; got shapes {given.shape} and {(length,)}.')
-    with np.errstate(over='ignore'):  # what overflows is found below
-        pool = jnp.asarray(given)
-    if pool.dtype == np.float64:  # which jax keeps where 64 bits are enabled
-        pool = pool.astype(jnp.float32)
-    if jnp.issubdtype(given.dtype, jnp.integer) and pool.dtype != given.dtype and given.size:
-        low, high, limits = given.min(), given.max(), jnp.iinfo(pool.dtype)
-        if low < limits.min or high > limits.max:
-            raise ValueError(f'`x` goes from {low} to {high} and does not fit {pool.dtype}: make it floating.')
-    checks.finite(f'`x` as {pool.dtype}', pool)
-    return pool
+    return arguments.on_device('`x`', given)
 
 
 def _host_pool(x: Any, length: int) -> NDArray[Any]:
@@ -244,6 +233,8 @@ def _host_pool(x: Any, length: int) -> NDArray[Any]:
     given = arguments.array('`x`', x)
     if given.ndim == 0 or len(given) != length:
         raise ValueError(f'`x` and `y` must hold one entry per example; got shapes {given.shape} and {(length,)}.')
+    if not given.dtype.isnative:
+        raise ValueError(f'`x` on the host must have its bytes in the order of this machine, not as {given.dtype.str}.')
     if given.dtype != (fits := jax.dtypes.canonicalize_dtype(given.dtype)) or not any(
         jnp.issubdtype(given.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)
     ):

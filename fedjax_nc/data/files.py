@@ -36,9 +36,10 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
         raise DatasetUnavailableError(f'{path} is not there: save a data set as x_train, y_train, x_test, y_test to it')
     fields = Dataset._fields[:4]
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError('it holds one array without a name')
+        opened = np.load(path, allow_pickle=False)
+        if not isinstance(opened, np.lib.npyio.NpzFile):
+            raise ValueError(f'it holds one array without a name, not {", ".join(fields)} as `np.savez` writes them')
+        with opened as file:
             if sorted({*file.files} - {*_FURTHER}) != sorted(fields):
                 raise ValueError(f'it holds {", ".join(sorted(file.files))}, not {", ".join(fields)}')
             arrays: dict[str, Any] = {name: np.asarray(file[name]) for name in file.files}

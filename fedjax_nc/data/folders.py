@@ -64,7 +64,7 @@ def load_folder(
     sides = pictures.sides(size)
     if channels not in (1, 3):
         raise ValueError(f'`channels` must be 3 or 1, not {checks.shown(channels)}.')
-    checks.whole('`seed`', seed, 0)
+    seed = checks.static('`seed`', seed, 0)
     if not isinstance(test, str):
         checks.number('`test`', test, 0, high=1, open_low=True, open_high=True)
     elif test == 'train':

@@ -59,7 +59,7 @@ def load_hub(
         raise ImportError('data sets of the hub are read with datasets: pip install "fedjax_nc[hub]"') from error
     name = 'hub'
     if isinstance(source, str | os.PathLike):
-        name = Path(source).name
+        name = Path(source).expanduser().resolve().name
         source = _opened(Path(source).expanduser())
     if isinstance(source, datasets.Dataset):
         source = {'train': source}
@@ -72,6 +72,8 @@ def load_hub(
         )
     one = datasets.concatenate_datasets([source[split] for split in splits]).with_format(None)
     several = [features] if isinstance(features, str) else list(features)
+    if not several:
+        raise ValueError('`features` must be a column of images or arrays, or names of columns of numbers.')
     wanted = [*several, *tables.roles(several, label, client)]
     if absent := [column for column in wanted if column not in one.column_names]:
         raise ValueError(f'{name} has no column {absent[0]!r}; there are {", ".join(one.column_names)}')
@@ -108,15 +110,21 @@ def _opened(path: Path) -> Any:
     with store.refusing(path, 'write it again'):
         if saved(path):
             return datasets.load_from_disk(str(path))
+    shards: dict[str, list[Path]] = {}
+    for file in sorted(path.rglob('*.parquet')):
+        split = file.stem.partition('-')[0]
+        shards.setdefault(file.parent.name if split.isdigit() else split, []).append(file)
+    for split, files in shards.items():
+        if len(folders := sorted({file.parent.relative_to(path).as_posix() for file in files})) > 1:
+            raise ValueError(
+                f'{path} has {split!r} in {" and ".join(folders[:2])}: give the folder of one configuration'
+            )
+    with store.refusing(path, 'write it again'):
+        if not shards:
+            raise ValueError('neither what `save_to_disk` writes nor Parquet files')
         # not by `load_dataset`, which downloads what a description in the directory names
         import pyarrow.parquet
 
-        shards: dict[str, list[Path]] = {}
-        for file in sorted(path.rglob('*.parquet')):
-            split = file.stem.partition('-')[0]
-            shards.setdefault(file.parent.name if split.isdigit() else split, []).append(file)
-        if not shards:
-            raise ValueError('neither what `save_to_disk` writes nor Parquet files')
         tables = {split: [pyarrow.parquet.read_table(file) for file in files] for split, files in shards.items()}
         return datasets.DatasetDict(
             {split: datasets.Dataset(pyarrow.concat_tables(parts)) for split, parts in tables.items()}

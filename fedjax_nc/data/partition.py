@@ -49,7 +49,7 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, *, seed: int, min_s
         >>> len(parts), sum(len(rows) for rows in parts), min(len(rows) for rows in parts) >= 10
         (20, 1442, True)
     """
-    labels = _checked(labels, clients, seed, min_size)
+    labels, clients, seed, min_size = _checked(labels, clients, seed, min_size)
     alpha = _concentration(alpha)
 
     def draw(rng: np.random.Generator) -> NDArray[np.intp]:
@@ -72,7 +72,7 @@ def dirichlet_capped(labels: ArrayLike, clients: int, alpha: float, *, seed: int
     Raises:
         ValueError: as `dirichlet`.
     """
-    labels = _checked(labels, clients, seed, min_size)
+    labels, clients, seed, min_size = _checked(labels, clients, seed, min_size)
     alpha = _concentration(alpha)
 
     def draw(rng: np.random.Generator) -> NDArray[np.intp]:
@@ -101,9 +101,8 @@ def dirichlet_multiclass(
         ValueError: as `dirichlet`, or if all labels are of one class, or there are fewer than 2 K examples.
         RuntimeError: if no draw was good enough.
     """
-    checks.whole('`min_size`', min_size, 0)
-    checks.whole('`attempts`', attempts)
-    labels = _checked(labels, clients, seed, max(min_size, 2))
+    min_size, attempts = checks.static('`min_size`', min_size, 0), checks.static('`attempts`', attempts)
+    labels, clients, seed, _ = _checked(labels, clients, seed, max(min_size, 2))
     alpha = _concentration(alpha)
     if len(np.unique(labels)) < 2:
         raise ValueError('two classes for every client need labels of at least two classes; use `iid` instead.')
@@ -139,7 +138,7 @@ def dirichlet_draws(labels: ArrayLike, clients: int, alpha: float, *, seed: int,
     Raises:
         ValueError: as `dirichlet`.
     """
-    labels = _checked(labels, clients, seed, min_size)
+    labels, clients, seed, min_size = _checked(labels, clients, seed, min_size)
     alpha = _concentration(alpha)
 
     def draw(rng: np.random.Generator) -> NDArray[np.intp]:
@@ -171,8 +170,8 @@ def shards(labels: ArrayLike, clients: int, classes_per_client: int, *, seed: in
         ValueError: if the request is malformed, c does not divide C, some class would have no holder (K c < C), or a
             class has fewer examples than holders.
     """
-    labels = _checked(labels, clients, seed)
-    checks.whole('`classes_per_client`', classes_per_client)
+    labels, clients, seed, _ = _checked(labels, clients, seed)
+    classes_per_client = checks.static('`classes_per_client`', classes_per_client)
     sizes = np.bincount(labels)
     num_classes = len(sizes)
     if not sizes.all():
@@ -207,7 +206,7 @@ def dirichlet_sizes(labels: ArrayLike, clients: int, alpha: float, *, seed: int,
     Raises:
         ValueError: as `dirichlet`.
     """
-    labels = _checked(labels, clients, seed, min_size)
+    labels, clients, seed, min_size = _checked(labels, clients, seed, min_size)
     alpha = _concentration(alpha)
 
     def draw(rng: np.random.Generator) -> NDArray[np.intp]:
@@ -240,7 +239,7 @@ def power_law(labels: ArrayLike, clients: int, exponent: float, *, seed: int, mi
         ValueError: if `labels` are no labels, a number is out of its range (`exponent` must be finite and not
             negative), or there are fewer than K `min_size` examples.
     """
-    labels = _checked(labels, clients, seed, min_size)
+    labels, clients, seed, min_size = _checked(labels, clients, seed, min_size)
     exponent = arguments.number('`exponent`', exponent)
     rng = np.random.default_rng(seed)
     shares = np.exp(-exponent * np.log(np.arange(1, clients + 1)))  # of the largest: 0 at worst, never NaN
@@ -274,14 +273,14 @@ def uneven_classes(
         ValueError: if the request is malformed, a number lies outside of [1, C], the clients together hold fewer than
             C classes, or a class has fewer examples than holders.
     """
-    labels = _checked(labels, clients, seed)
+    labels, clients, seed, _ = _checked(labels, clients, seed)
     arguments.several('`classes_per_client`', classes_per_client, 'a range, or one number per client')
     sizes = np.bincount(labels)
     num_classes = len(sizes)
     if not sizes.all():
         raise ValueError(f'class {sizes.argmin()} has no example: number the classes that there are from 0.')
+    classes_per_client = [checks.static('each of `classes_per_client`', number) for number in classes_per_client]
     for number in classes_per_client:
-        checks.whole('each of `classes_per_client`', number)
         if number > num_classes:
             raise ValueError(f'a client cannot hold {number} of {num_classes} classes.')
     rng = np.random.default_rng(seed)
@@ -325,8 +324,7 @@ def by_domain(domains: Iterable[Hashable], clients: int, *, seed: int) -> Parts:
         ValueError: if the request is malformed, a domain would have no client, or has fewer examples than clients.
     """
     groups = natural(domains)
-    checks.whole('`clients`', clients)
-    checks.whole('`seed`', seed, 0)
+    clients, seed = checks.static('`clients`', clients), checks.static('`seed`', seed, 0)
     if clients < len(groups):
         raise ValueError(f'{clients} clients of one domain each leave some of {len(groups)} with nobody.')
     rng = np.random.default_rng(seed)
@@ -350,7 +348,7 @@ def iid(labels: ArrayLike, clients: int, *, seed: int) -> Parts:
     Raises:
         ValueError: if an argument is not of this kind.
     """
-    labels = _checked(labels, clients, seed)
+    labels, clients, seed, _ = _checked(labels, clients, seed)
     return np.array_split(np.random.default_rng(seed).permutation(len(labels)), clients)
 
 
@@ -367,8 +365,8 @@ def natural(ids: Iterable[Hashable], owners: Iterable[Hashable] | None = None) -
         rows of nobody that is among the owners are left out.
 
     Raises:
-        ValueError: if there is none, or one that cannot tell clients apart, such as a list or NaN; if no owner has a
-            row.
+        ValueError: if there is none, or one that cannot tell clients apart, such as a list, NaN or None; if no owner
+            has a row.
 
     Example:
         >>> from fedjax_nc import data
@@ -397,11 +395,11 @@ def _rows_of(name: str, ids: Iterable[Hashable]) -> dict[Hashable, NDArray[np.in
     for row, client in enumerate(ids):
         try:
             rows.setdefault(client, []).append(row)
-            same = client == client
+            same = client is not None and bool(client == client)  # a missing one of pandas says neither
         except TypeError:
             same = False
         if not same:
-            raise ValueError(f'`{name}` must be hashable and not NaN; got {checks.shown(client)} in row {row}.')
+            raise ValueError(f'`{name}` must be hashable, not NaN or None; got {checks.shown(client)} in row {row}.')
     if not rows:
         raise ValueError(f'`{name}` is empty: give one client id per example.')
     return {client: np.array(values, np.intp) for client, values in rows.items()}
@@ -425,7 +423,7 @@ def long_tail(labels: ArrayLike, imbalance_factor: float, *, seed: int) -> NDArr
         ValueError: if `imbalance_factor` < 1, or so large that a class would vanish, or `labels` or `seed` are not of
             this kind.
     """
-    labels = _checked(labels, 1, seed)
+    labels, _, seed, _ = _checked(labels, 1, seed)
     factor = arguments.number('`imbalance_factor`', imbalance_factor, 1, advice='it is head size over tail size.')
     rng = np.random.default_rng(seed)
     sizes = np.bincount(labels)
@@ -447,11 +445,11 @@ def _deal(owner: NDArray[np.intp], rows: NDArray[np.intp], holders: NDArray[np.i
     owner[rows] = holders[np.arange(len(rows)) % len(holders)]
 
 
-def _checked(labels: ArrayLike, clients: int, seed: int, min_size: int = 1) -> NDArray[np.intp]:
+def _checked(labels: ArrayLike, clients: int, seed: int, min_size: int = 1) -> tuple[NDArray[np.intp], int, int, int]:
+    """The same, numbers as Python has them."""
     labels = arguments.labels('`labels`', labels)
-    checks.whole('`clients`', clients)
-    checks.whole('`min_size`', min_size, 0)
-    checks.whole('`seed`', seed, 0)
+    clients, min_size = checks.static('`clients`', clients), checks.static('`min_size`', min_size, 0)
+    seed = checks.static('`seed`', seed, 0)
     if min_size * clients > len(labels):
         raise ValueError(
             f'{clients} clients cannot have {min_size} examples each: there are {len(labels)}. '
@@ -459,7 +457,7 @@ def _checked(labels: ArrayLike, clients: int, seed: int, min_size: int = 1) -> N
         )
     if clients > max(len(labels), _MANY):
         raise ValueError(f'`clients` must be at most {_MANY} or one for each example, not {clients}.')
-    return labels
+    return labels, clients, seed, min_size
 
 
 def _concentration(alpha: float) -> float:

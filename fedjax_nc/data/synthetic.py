@@ -28,11 +28,11 @@ def clusters(
     Raises:
         ValueError: if a number is not of its kind.
     """
-    checks.whole('`seed`', seed, 0)
-    checks.whole('`num_examples`', num_examples)
-    checks.whole('`num_classes`', num_classes)
-    checks.whole('`dim`', dim)
-    checks.whole('`centers_seed`', centers_seed, 0)
+    seed = checks.static('`seed`', seed, 0)
+    num_examples = checks.static('`num_examples`', num_examples)
+    num_classes = checks.static('`num_classes`', num_classes)
+    dim = checks.static('`dim`', dim)
+    centers_seed = checks.static('`centers_seed`', centers_seed, 0)
     separation = arguments.number('`separation`', separation)
     centers = np.random.default_rng(centers_seed).normal(size=(num_classes, dim)) * separation / np.sqrt(dim)
     rng = np.random.default_rng(seed)
@@ -57,7 +57,7 @@ def spiral(seed: int, sizes: Sequence[int]) -> tuple[NDArray[np.float32], NDArra
     Raises:
         ValueError: if `seed` is negative, or `sizes` holds anything but numbers of examples, or none.
     """
-    checks.whole('`seed`', seed, 0)
+    seed = checks.static('`seed`', seed, 0)
     arguments.several('`sizes`', sizes, 'one number of examples per class')
     for n in sizes:
         checks.whole('each of `sizes`', n, 0)

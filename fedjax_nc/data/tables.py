@@ -1,12 +1,13 @@
 """Tables in CSV and Parquet files: a column of labels, columns of numbers, and one that says whose row it is."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from fedjax_nc import checks
 from fedjax_nc.data import decoded, store
@@ -33,10 +34,11 @@ def load_table(
         path: a `.csv` file, with the names of its columns in its first line, or a `.parquet` file.
         label: the column of labels, numbers or words; classes are numbered in their order, or as `classes` says.
         client: the column that says whose a row is, if any.
-        features: columns of numbers; by default all others.
+        features: columns of numbers; by default all others, among which there must be no index of a data frame.
         test: the share of each class that is held out for testing, between 0 and 1; or the column that says it of a
             row: 'train' or 'test', or whether it is for testing.
-        standardize: whether features are shifted and scaled to mean 0 and deviation 1 over the training rows.
+        standardize: whether features are shifted and scaled to mean 0 and deviation 1 over the training rows, before
+            they are rounded to float32.
         classes: all labels that there may be, in the order of their numbers: where several tables must agree, of which
             some lack a class. By default those that occur.
         seed: draws what is held out.
@@ -85,13 +87,14 @@ def split(
     names = [column for column in columns if column not in other]
     if not names:
         raise ValueError('there is no column of features')
-    x = np.stack([numbers(column, columns[column]) for column in names], axis=1)
+    kind = np.float64 if standardize else np.float32
+    x = np.stack([numbers(column, columns[column], kind) for column in names], axis=1)
     values, y = numbered(label, columns[label])
     if classes is not None:
         values, y = renumbered(label, values, y, classes)
     train, held = test_rows(test, columns, y, seed)
     if standardize:
-        mean, deviation = x[train].mean(0, np.float64), x[train].std(0, dtype=np.float64)
+        mean, deviation = x[train].mean(0), x[train].std(0)
         x = ((x - mean) / np.where(deviation > 0, deviation, 1)).astype(np.float32)
     clients = None if client is None else numbered(client, columns[client])[1]
     return divided(x, y, train, held, name, tuple(str(value) for value in values), clients)
@@ -150,30 +153,51 @@ def _columns(path: Path, other: list[str], features: Sequence[str] | None) -> di
     except ImportError as error:
         raise ImportError('tables are read with pyarrow: pip install "fedjax_nc[tables]"') from error
     wanted = None if features is None else list(dict.fromkeys([*features, *other]))
+    kind, indices = path.suffix.lower(), list[Any]()
+    if kind not in ('.csv', '.parquet'):
+        raise ValueError(f'{path} is neither a .csv nor a .parquet file')
     with store.refusing(path, 'write it again'):
-        if path.suffix == '.parquet':
+        if kind == '.parquet':
             with pyarrow.parquet.ParquetFile(path) as file:
                 names, rows = file.schema_arrow.names, file.metadata.num_rows
-        elif path.suffix == '.csv':
+                indices = (file.schema_arrow.pandas_metadata or {}).get('index_columns', [])
+        else:
             if path.stat().st_size > MOST_VALUES * 16:
                 raise ValueError(f'{path.stat().st_size} bytes')
             with pyarrow.csv.open_csv(path) as reader:
                 names, rows = reader.schema.names, 0
-        else:
-            raise ValueError('neither .csv nor .parquet')
         if rows * len(wanted or names) > MOST_VALUES:
             raise ValueError(f'{rows} rows of {len(wanted or names)} columns are more than {MOST_VALUES} values')
     if len(set(names)) < len(names):
         raise ValueError(f'{path} has two columns of one name: rename them')
     if missing := [name for name in wanted or other if name not in names]:
         raise ValueError(f'{path} has no column {checks.shown(missing[0])}; there are {checks.shown(names)}')
+    if features is None:  # it may tell the order of the rows, and with it their classes
+        for name in names:
+            if name not in other and (name in indices or re.fullmatch(r'|__index_level_\d+__|Unnamed: \d+', name)):
+                raise ValueError(
+                    f'{path} has a column {name!r}, the index of a data frame, which would be a feature: write it with '
+                    'index=False, or name `features`'
+                )
     with store.refusing(path, 'write it again'):
-        if path.suffix == '.parquet':
+        if kind == '.parquet':
             with pyarrow.parquet.ParquetFile(path) as file:
                 table = file.read(columns=wanted)
         else:
             options = pyarrow.csv.ConvertOptions(include_columns=wanted)
             table = pyarrow.csv.read_csv(path, convert_options=options)
+            whole = [name for name in other if pyarrow.types.is_integer(table[name].type)]
+            words = pyarrow.csv.ConvertOptions(
+                include_columns=whole, column_types=dict.fromkeys(whole, pyarrow.string())
+            )
+            written = pyarrow.csv.read_csv(path, convert_options=words) if whole else {}
+    if kind == '.csv':
+        for name in whole:  # of which pyarrow makes one number
+            spelled = {word.strip() for word in written[name].unique().to_pylist() if word}
+            if len(spelled) > len(table[name].unique().drop_null()):
+                raise ValueError(
+                    f'{path} writes one number of {name!r} in several ways, such as 1 and 01: write each in one'
+                )
     columns = {}
     for name in wanted or names:
         column = table[name].combine_chunks()
@@ -185,20 +209,28 @@ def _columns(path: Path, other: list[str], features: Sequence[str] | None) -> di
     return columns
 
 
-def numbers(name: str, column: NDArray[Any]) -> NDArray[np.float32]:
+def numbers(name: str, column: NDArray[Any], kind: DTypeLike = np.float32) -> NDArray[Any]:
     """A column of features."""
     if column.dtype.kind not in 'biuf' or column.ndim != 1:
         raise ValueError(f'column {name!r} holds no numbers: name the columns that do as `features`')
     with np.errstate(over='ignore'):  # what overflows is found below
-        numbers = column.astype(np.float32)
+        numbers = column.astype(kind)
     if not np.isfinite(numbers).all():
         raise ValueError(f'column {name!r} holds NaN or infinity: fill or drop these rows')
+    beyond = column.dtype.kind in 'iu' and np.abs(numbers).max(initial=0) >= 2**24
+    if beyond and len(np.unique(numbers)) < len(np.unique(column)):
+        raise ValueError(
+            f'column {name!r} holds whole numbers that {numbers.dtype} does not tell apart: take off what they have in '
+            'common, as `standardize=True` does, or leave the column out of `features`'
+        )
     return numbers
 
 
 def numbered(name: str, column: NDArray[Any]) -> tuple[list[Any], NDArray[np.int32]]:
     """The values of a column in order, and the place of each row's among them."""
     words = column.dtype.kind == 'U' or (column.dtype.kind == 'O' and all(isinstance(value, str) for value in column))
+    if column.ndim == 1 and column.dtype.kind in 'UO' and (lacking := sum(u is None or u == '' for u in column)):
+        raise ValueError(f'column {name!r} has {lacking} rows without a value: fill or drop them')
     if column.ndim != 1 or not (words or column.dtype.kind in 'biu'):
         raise ValueError(f'column {name!r} must hold whole numbers or words, not {column.dtype}')
     values, places = np.unique(column, return_inverse=True)

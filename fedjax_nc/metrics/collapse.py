@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from fedjax_nc import classwise
 from fedjax_nc.base import Array
 from fedjax_nc.evaluate import over
-from fedjax_nc.frames import normalize
-from fedjax_nc.metrics.similarity import ByClass, mean_over_pairs, pairwise_cosine
+from fedjax_nc.metrics.similarity import ByClass, less, mean_over_pairs, pairwise_cosine, unit
 
 
 class Centres(NamedTuple):
@@ -40,7 +39,8 @@ def centres(z: Array, y: Array, classes: int, weight: Array | None = None) -> Ce
     """
     mean, count = classwise.means(z, y, _weights(y, weight), classes)
     present = count > 0
-    return Centres(mean, jnp.where(present[:, None], mean - over(mean, present).mean, 0.0), present)
+    middle = over(mean, present).mean
+    return Centres(mean, less(jnp.where(present[:, None], mean, middle), middle), present)
 
 
 def nc1(z: Array, y: Array, classes: int, weight: Array | None = None) -> Array:
@@ -63,14 +63,15 @@ def nc1_cosine(z: Array, y: Array, classes: int, weight: Array | None = None) ->
     1 means collapse. Means are not centred, so that features with a large common part come close to 1 as well.
     Arguments are those of `centres`; a scalar.
     """
-    cosines = jnp.sum(normalize(z) * normalize(centres(z, y, classes, weight).mean)[y], axis=1)
+    cosines = jnp.sum(unit(z) * unit(centres(z, y, classes, weight).mean)[y], axis=1)
     return over(cosines, _weights(y, weight)).mean
 
 
 def nc2(z: Array, y: Array, classes: int, weight: Array | None = None, *, centred: bool = True) -> Array:
     """NC2, how far class means are from a simplex ETF: mean over pairs of classes of `|cos(m_i, m_j) + 1/(C-1)|`.
 
-    Err_NC2 of FedETF (Li et al., ICCV 2023), a scalar. C counts the classes that are present.
+    Err_NC2 of FedETF (Li et al., ICCV 2023), a scalar; NaN with fewer than two classes, which have no pair. C counts
+    those that are present.
 
     Args:
       z: features [n, D].
@@ -86,14 +87,15 @@ def nc2(z: Array, y: Array, classes: int, weight: Array | None = None, *, centre
 def frame_error(frame: Array, present: Array | None = None) -> Array:
     """Mean over pairs of a frame's columns of `|cos + 1/(C-1)|`, a scalar; 0 for a simplex ETF, whatever its scale.
 
-    The largest instead of the mean is the `gap` of `frames.frame_quality`.
+    NaN with fewer than two columns. The largest instead of the mean is the `gap` of `frames.frame_quality`.
 
     Args:
       frame: [d, C], one column a class.
       present: [C] bool, the classes that count; all by default.
     """
     number = frame.shape[1] if present is None else jnp.sum(present)
-    return mean_over_pairs(jnp.abs(pairwise_cosine(frame.T) + 1.0 / jnp.maximum(number - 1, 1)), present)
+    error = mean_over_pairs(jnp.abs(pairwise_cosine(frame.T) + 1.0 / jnp.maximum(number - 1, 1)), present)
+    return jnp.where(number > 1, error, jnp.nan)
 
 
 def nc3(z: Array, y: Array, vectors: Array, weight: Array | None = None) -> ByClass:
@@ -112,7 +114,7 @@ def nc3(z: Array, y: Array, vectors: Array, weight: Array | None = None) -> ByCl
       ValueError: if features and vectors differ in dimension.
     """
     _check(z, y, vectors)
-    cosines = jnp.sum(normalize(z) * normalize(vectors.T)[y], axis=1, keepdims=True)
+    cosines = jnp.sum(unit(z) * unit(vectors.T)[y], axis=1, keepdims=True)
     values, count = classwise.means(cosines, y, _weights(y, weight), vectors.shape[1])
     return ByClass(values[:, 0], count > 0, over(values[:, 0], count > 0).mean)
 
@@ -124,7 +126,7 @@ def nc3_means(z: Array, y: Array, vectors: Array, weight: Array | None = None) -
     """
     _check(z, y, vectors)
     at = centres(z, y, vectors.shape[1], weight)
-    values = jnp.sum(normalize(at.centred) * normalize(vectors.T), axis=1)
+    values = jnp.sum(unit(at.centred) * unit(vectors.T), axis=1)
     return ByClass(values, at.present, over(values, at.present).mean)
 
 

@@ -46,7 +46,8 @@ def degeneration(z: Array, y: Array, classes: int, weight: Array | None = None) 
         raise ValueError(f'{z.shape[1]} dimensions have no two halves: at least 2 are needed')
     mean, count = classwise.means(z, y, weight, classes)
     variance, _ = classwise.means(jnp.square(z.astype(jnp.float32) - mean[y]), y, weight, classes)
-    relative = jnp.where(mean == 0, 0.0, variance / jnp.where(mean == 0, 1.0, jnp.square(mean)))
+    safe = jnp.where(mean == 0, 1.0, mean)
+    relative = jnp.where(mean == 0, 0.0, jnp.square(jnp.sqrt(variance) / safe))  # whose square may be no float
     order = jnp.argsort(-mean, axis=1)
     mean, relative = (jnp.take_along_axis(u, order, axis=1) for u in (mean, relative))
     half = z.shape[1] // 2

@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
-from fedjax_nc import checks, classwise
+from fedjax_nc import checks, classwise, tree
 from fedjax_nc.aggregators import ClassRows
 from fedjax_nc.base import Array, FederatedData, Objective, Tree, Variables
+from fedjax_nc.data.host import HostData, cohorts, part
 from fedjax_nc.evaluate import over
 from fedjax_nc.frames import normalize
 from fedjax_nc.local import featurize
 from fedjax_nc.models.adapter import Preprocess, scale_images
+
+ROUNDING = 1e-6  # of float32, relative: as far as the mean of many may be off
 
 
 class ByClass(NamedTuple):
@@ -24,9 +27,14 @@ class ByClass(NamedTuple):
     mean: Array  #: [] float32, over the classes of which it is known
 
 
+def unit(rows: Array) -> Array:
+    """`rows [..., D]` as float32 vectors of length 1, however small or large they are; zeros stay zero."""
+    return normalize(_scaled(rows, -1))
+
+
 def pairwise_cosine(rows: Array) -> Array:
     """Cosines of all pairs of `rows [n, D]`: [n, n] float32; those of a row of zeros are 0."""
-    rows = normalize(rows)
+    rows = unit(rows)
     return jnp.matmul(rows, rows.T, precision='highest')
 
 
@@ -77,17 +85,23 @@ def client_prototypes(
     Args:
       objective: what makes the features.
       variables: one model for all clients, or with `own` one each, with leading axis K, as `algorithms.latest` keeps.
-      data: K clients.
+      data: K clients; of `data.HostData` some clients' examples travel at a time.
       own: whether each client has its own model.
       batch_size: examples at a time.
     """
 
-    def one(args: tuple[Array, Variables | None]) -> ClassRows:
-        v = variables if args[1] is None else args[1]
-        shard = featurize(lambda batch: objective.features(v, batch)[0], data.shard(args[0]), batch_size)
-        return ClassRows(*classwise.means(shard.x, shard.y, classwise.real_rows(shard), data.num_classes))
+    def of(data: FederatedData, each: Variables | None) -> ClassRows:
+        def one(args: tuple[Array, Variables | None]) -> ClassRows:
+            v = variables if args[1] is None else args[1]
+            shard = featurize(lambda batch: objective.features(v, batch)[0], data.shard(args[0]), batch_size)
+            return ClassRows(*classwise.means(shard.x, shard.y, classwise.real_rows(shard), data.num_classes))
 
-    return jax.lax.map(one, (jnp.arange(data.num_clients), variables if own else None))
+        return jax.lax.map(one, (jnp.arange(data.num_clients), each))
+
+    if not isinstance(data, HostData) or checks.traced(data.size):
+        return of(data, variables if own else None)
+    parts = [of(part(data, ids).data, tree.take(variables, jnp.asarray(ids)) if own else None) for ids in cohorts(data)]
+    return jax.tree.map(lambda *u: jnp.concatenate(u)[: data.num_clients], *parts)  # what fills the last is nobody
 
 
 def class_norms(w: Array) -> Array:
@@ -100,8 +114,8 @@ def linear_cka(x: Array, y: Array) -> Array:
 
     Similarity of Neural Network Representations Revisited. Kornblith, Norouzi, Lee, Hinton. ICML 2019.
     `|Y^T X|_F^2 / (|X^T X|_F |Y^T Y|_F)` with centred columns; where a layer is wider than n the same number is
-    computed from the Gram matrices. Rotations and a common scale of either change nothing. 0 if the denominator is
-    below 1e-12.
+    computed from the Gram matrices. Rotations and a common scale of either change nothing. 0 for a layer whose outputs
+    are the same for all examples, up to rounding.
 
     Args:
       x: [n, ...], flattened to [n, p].
@@ -123,7 +137,7 @@ def linear_cka(x: Array, y: Array) -> Array:
         xx, yy = _gram(x, x), _gram(y, y)  # [p, p] and [q, q]
         cross = jnp.sum(jnp.square(_gram(x, y)))
     scale = jnp.sqrt(jnp.sum(jnp.square(xx))) * jnp.sqrt(jnp.sum(jnp.square(yy)))
-    return jnp.where(scale < 1e-12, 0.0, cross / jnp.maximum(scale, 1e-12))
+    return jnp.where(scale > 0, cross / jnp.where(scale > 0, scale, 1.0), 0.0)
 
 
 def cka_matrix(features: Array) -> Array:
@@ -188,9 +202,23 @@ def separability(key: Array, mean: Array, cov: Array, present: Array | None = No
     return mean_over_pairs(sliced_wasserstein(key, mean, cov, directions=directions), present)
 
 
+def less(x: Array, mean: Array) -> Array:
+    """`x - mean`, float32; zeros where that is rounding alone."""
+    gap = x - mean
+    largest = jnp.max(jnp.abs(mean), initial=0.0)
+    return jnp.where(jnp.max(jnp.abs(gap), initial=0.0) <= ROUNDING * largest, 0.0, gap)  # NaN stays
+
+
+def _scaled(x: Array, axis: int | None = None) -> Array:
+    """As float32, over its largest absolute value, so that products neither vanish nor overflow."""
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0.0)
+    return x / jnp.where(largest > 0, largest, 1.0)
+
+
 def _centred(x: Array) -> Array:
-    x = x.reshape(len(x), -1).astype(jnp.float32)
-    return x - jnp.mean(x, axis=0)
+    x = _scaled(x.reshape(len(x), -1))
+    return _scaled(less(x, jnp.mean(x, axis=0)))
 
 
 def _gram(x: Array, y: Array) -> Array:
