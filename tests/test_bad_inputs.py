@@ -24,14 +24,18 @@ from fedjax_nc import (
     heads,
     local,
     losses,
+    memory,
     metrics,
     models,
     plots,
+    population,
     privacy,
     saving,
     server_optimizers,
     simulate,
     training,
+    tuning,
+    watch,
 )  # fmt: skip
 from fedjax_nc.algorithms import fedavg, fedprox, finetune, latest, moon
 from fedjax_nc.data import federate, load_npz
@@ -424,6 +428,51 @@ LATER = {
         'no/where.safetensors cannot be written: there is no folder no',
     ),
     'labels with a point': (lambda: federate(SINGLE.x, np.arange(5.0), [range(5)]), r'as by y.astype\(int\)'),
+    'a tracker before it is entered': (
+        lambda: training.run(PLAIN, toys.KEY, (), SINGLE, rounds=1, on_round=watch.tensorboard('no')),
+        r'on_round must be a function of \(row, state\), as .*`watch.tensorboard` entered by `with`;',
+    ),
+    'one choice': (
+        lambda: tuning.fastest(lambda choice: PLAIN, SINGLE, tuning.Choice()),
+        'choices must be several of Choice, such as candidates',
+    ),
+    'one precision': (lambda: tuning.candidates(4, precisions='high'), r"must be several, as in \['high'\]"),
+    'a picture without a format': (
+        lambda: plots.save(plots.accuracy_curves({'a': ([1], [0.5])}), 'picture'),
+        r'names no format: give it an ending, such as picture\.png',
+    ),
+    'clients of a store by floats': (
+        lambda: population.Store(PLAIN, toys.KEY, PLAIN.init(toys.KEY, SINGLE), 3).put(np.ones(1), ()),
+        'ids must be different numbers of clients',
+    ),
+    'no virtual feature': (
+        lambda: gaussians.sample(toys.KEY, gaussians.Gaussians(jnp.ones(2), jnp.ones((2, 3)), jnp.ones((2, 3))), 0),
+        'samples must be at least 1, not 0',
+    ),
+    'means of other features': (
+        lambda: gaussians.scatter(jnp.ones((4, 3)), jnp.zeros(4, int), jnp.ones(4), jnp.ones((2, 1))),
+        r'features of 3 dimensions have no means \(2, 1\)',
+    ),
+    'labels beyond the means': (
+        lambda: gaussians.scatter(jnp.ones((2, 3)), jnp.array([0, 5]), jnp.ones(2), jnp.ones((2, 3)), 'tied'),
+        r'y must lie in \[0, 2\)',
+    ),
+    'scatters of another kind': (
+        lambda: gaussians.merge(aggregators.ClassRows(jnp.ones((4, 3, 3)), jnp.ones((4, 3))), jnp.ones((3, 3)), 'full'),
+        r"'full' scatters of 3 classes must be \(3, 3, 3\), not \(3, 3\)",
+    ),
+    'inertia of two': (
+        lambda: memory.remember(
+            memory.Memory(jnp.ones((2, 3)), jnp.ones(2, bool), jnp.float32(0)),
+            aggregators.ClassRows(jnp.ones((2, 3)), jnp.ones(2)),
+            2.0,
+        ),
+        r'inertia must lie in \[0, 1\], not 2',
+    ),
+    'bytes in another order, on the host': (
+        lambda: federate(np.ones((2, 3), '>f4'), np.arange(2), [[0], [1]], host=True),
+        'bytes in the order of this machine',
+    ),
     'names for labels': (lambda: federate(SINGLE.x, np.array([*'abcde']), [range(5)]), r'np.unique\(y, return_inv'),
 }
 PLAIN = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)

@@ -19,6 +19,12 @@ def rows(data, k):
     return np.asarray(data.index[k, : data.size[k]])
 
 
+@pytest.mark.parametrize('kind', ['>f4', '>i2', 'g'])
+def test_numbers_of_other_machines_are_the_same(kind):
+    x = np.arange(12).reshape(4, 3).astype(kind)
+    np.testing.assert_array_equal(federate(x, np.arange(4), [[0, 1], [2, 3]]).x, np.arange(12).reshape(4, 3))
+
+
 def test_federate_keeps_the_partition(pool):
     x, y = pool
     parts = dirichlet(y, 6, 0.5, seed=0)

@@ -34,6 +34,11 @@ def png(figure):
     return out.getvalue()
 
 
+def test_names_that_begin_with_a_line_are_in_the_legend():
+    figure = plots.accuracy_curves({'_ours': ([1, 2], [0.1, 0.2]), 'fedavg': ([1, 2], [0.1, 0.3])})
+    assert [text.get_text().strip() for text in figure.axes[0].get_legend().get_texts()] == ['_ours', 'fedavg']
+
+
 def test_bubble_areas_are_proportional(clients):
     figure = plots.class_distribution(clients, class_names=['cat', 'dog', 'eel'])
     (discs,) = figure.axes[0].collections
