@@ -49,6 +49,7 @@ def test_rows_labels_and_clients(tmp_path, end):
     said = columns()
     dataset = load_table(write(tmp_path / f'cells.{end}'), **HOW)
     assert (dataset.classes, dataset.num_classes, dataset.name) == (KINDS, 2, 'cells')
+    assert dataset.clients == HOSPITALS
     assert (dataset.x_train.dtype, dataset.y_train.dtype, dataset.x_train.shape[1]) == (np.float32, np.int32, 3)
     rows = np.stack([said['radius'], said['count'], said['smoker']], 1).astype(np.float32)
     places = {row.tobytes(): i for i, row in enumerate(rows)}

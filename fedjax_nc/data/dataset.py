@@ -21,6 +21,7 @@ class Dataset(NamedTuple):
     classes: tuple[str, ...] | None = None  #: their names, where there are any
     clients_train: NDArray[np.int32] | None = None  #: [n] whose example it is, from 0, where the data say so
     clients_test: NDArray[np.int32] | None = None  #: [m] the same; None, too, where the test set is nobody's
+    clients: tuple[str, ...] | None = None  #: the clients' names, in the order of their numbers, where there are any
 
 
 class DatasetUnavailableError(RuntimeError):

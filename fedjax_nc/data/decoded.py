@@ -111,7 +111,9 @@ def _read(place: Path, stamp: str) -> Dataset | None:
         about = json.loads((place / 'about.json').read_text())
         if about['stamp'] != stamp:
             return None
-        arrays = {field: _array(place / f'{field}.npy') for field in _ARRAYS if (place / f'{field}.npy').exists()}
+        arrays: dict[str, Any] = {
+            field: _array(place / f'{field}.npy') for field in _ARRAYS if (place / f'{field}.npy').exists()
+        }
         classes = about['classes'] and tuple(str(name) for name in about['classes'])
         found = Dataset(**arrays, num_classes=about['num_classes'], name=str(about['name']), classes=classes)
         return sound(found)
@@ -140,6 +142,9 @@ def sound(dataset: Dataset) -> Dataset:
             fields[f'clients_{split}'] = arguments.labels(f'clients_{split}', clients, len(x))
     if dataset.clients_test is not None and dataset.clients_train is None:
         raise ValueError('clients_test without clients_train')
+    known = [len(ids) and ids.max() for ids in (dataset.clients_train, dataset.clients_test) if ids is not None]
+    if dataset.clients is not None and len(dataset.clients) <= max(known, default=0):
+        raise ValueError(f'{len(dataset.clients)} names of clients for numbers up to {max(known, default=0)}')
     if dataset.classes is not None and len(dataset.classes) != classes:
         raise ValueError(f'{len(dataset.classes)} names for {classes} classes')
     return dataset._replace(**{name: value.astype(np.int32) for name, value in fields.items()})

@@ -92,7 +92,7 @@ def load_hub(
     else:
         values, y = tables.numbered(label, _column(one, label))
         classes = tuple(str(value) for value in values)
-    owners = tables.numbered(client, _column(one, client))[1] if client else None
+    owners = tables.numbered(client, _column(one, client)) if client else None
     first = len(source['train'])
     train, held = (
         (np.arange(first), np.arange(first, len(one)))

@@ -45,7 +45,7 @@ def load_table(
 
     Returns:
         The data set, named after the file: x [n, features] float32 and y [n] int32 in the order of the file, and
-        clients in the order of their ids, for training and for testing, too.
+        clients in the order of their ids, which are their names, for training and for testing, too.
 
     Raises:
         DatasetUnavailableError: if there is no such file.
@@ -96,8 +96,8 @@ def split(
     if standardize:
         mean, deviation = x[train].mean(0), x[train].std(0)
         x = ((x - mean) / np.where(deviation > 0, deviation, 1)).astype(np.float32)
-    clients = None if client is None else numbered(client, columns[client])[1]
-    return divided(x, y, train, held, name, tuple(str(value) for value in values), clients)
+    owners = None if client is None else numbered(client, columns[client])
+    return divided(x, y, train, held, name, tuple(str(value) for value in values), owners)
 
 
 def divided(
@@ -107,13 +107,16 @@ def divided(
     test: NDArray[np.intp],
     name: str,
     classes: tuple[str, ...],
-    clients: NDArray[np.int32] | None,
+    owners: tuple[list[Any], NDArray[np.int32]] | None,
 ) -> Dataset:
-    """A data set of the rows of one."""
+    """A data set of the rows of one; `owners` are its clients as `numbered` gives them."""
     if absent := sorted(set(y[test].tolist()) - set(y[train].tolist())):
         raise ValueError(f'class {classes[absent[0]]} has test rows and no training rows')
-    owners = (None, None) if clients is None else (clients[train], clients[test])
-    return decoded.sound(Dataset(x[train], y[train], x[test], y[test], len(classes), name, classes, *owners))
+    clients: dict[str, Any] = {}
+    if owners is not None:
+        ids, places = owners
+        clients = {'clients_train': places[train], 'clients_test': places[test], 'clients': tuple(map(str, ids))}
+    return decoded.sound(Dataset(x[train], y[train], x[test], y[test], len(classes), name, classes, **clients))
 
 
 def roles(features: Sequence[str], label: str, *more: str | None) -> list[str]:
