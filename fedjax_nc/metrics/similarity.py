@@ -16,7 +16,7 @@ from fedjax_nc.frames import normalize
 from fedjax_nc.local import featurize
 from fedjax_nc.models.adapter import Preprocess, scale_images
 
-ROUNDING = 1e-6  # of float32, relative: as far as the mean of many may be off
+_ROUNDING = 1e-6  # of float32, relative: as far as the mean of many may be off
 
 
 class ByClass(NamedTuple):
@@ -206,7 +206,7 @@ def less(x: Array, mean: Array) -> Array:
     """`x - mean`, float32; zeros where that is rounding alone."""
     gap = x - mean
     largest = jnp.max(jnp.abs(mean), initial=0.0)
-    return jnp.where(jnp.max(jnp.abs(gap), initial=0.0) <= ROUNDING * largest, 0.0, gap)  # NaN stays
+    return jnp.where(jnp.max(jnp.abs(gap), initial=0.0) <= _ROUNDING * largest, 0.0, gap)  # NaN stays
 
 
 def _scaled(x: Array, axis: int | None = None) -> Array:
