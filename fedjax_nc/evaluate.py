@@ -1,7 +1,8 @@
 """Evaluation: count once which class was taken for which; every reported accuracy is a weighting of the counts.
 
 A table of counts is `[C, C]`: row = true class, column = predicted class; what a model with NaN says counts as wrong.
-The two functions that run a model compile themselves, once for each algorithm and shape.
+What a table does not hold, such as the loss, is the `mean` of a measure. The functions that run a model compile
+themselves, once for each algorithm and shape.
 """
 
 import contextlib
@@ -95,16 +96,96 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
     checks.kind('state', state, State)
     num_classes = checks.static('num_classes', num_classes)
     batch_size = checks.static('batch_size', batch_size)
-    if isinstance(x, np.ndarray) and x.nbytes > AT_ONCE and len(x) == len(y):
-        rows = max(1, AT_ONCE // x[:1].nbytes)
-        pieces = [(x[i : i + rows], y[i : i + rows]) for i in range(0, len(x), rows)]
-        return sum(generic(algorithm, state, *piece, num_classes, batch_size) for piece in pieces)
+    with _predicting():
+        return sum(
+            _generic(algorithm, state.server, *piece, num_classes, batch_size) for piece in _pieces(x, y, num_classes)
+        )
+
+
+def mean(
+    algorithm: Algorithm,
+    state: State,
+    measure: Callable[[Array, Array], Array],
+    x: Array,
+    y: Array,
+    batch_size: int = 256,
+) -> Array:
+    """Mean over a test set of a measure of the generic model's logits: its loss, or how often `among` the first five.
+
+    Args:
+      algorithm: what predicts.
+      state: its state.
+      measure: `(logits [B, C], labels [B]) -> [B]`, such as `losses.cross_entropy`; compiled once for each function, so
+        hand over the same one again, not a new `lambda` each time.
+      x: [n, ...]; a large set in a NumPy array goes to the device in pieces.
+      y: [n] int in [0, C).
+      batch_size: examples at a time.
+
+    Returns:
+      [] float32; NaN where the model says NaN of an example, as the measure may be.
+
+    Raises:
+      ValueError: as `generic`, or if `measure` is no function of logits and labels, or does not give a number for each
+        example.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import evaluate, heads, local, losses, models, objective, simulate, testing
+      >>> from fedjax_nc.algorithms import fedavg
+      >>> clients = testing.clients()
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> algorithm = fedavg.algorithm(task, local.sgd(0.1))
+      >>> state = simulate.init(algorithm, jax.random.key(0), clients)
+      >>> loss = evaluate.mean(algorithm, state, losses.cross_entropy, clients.x, clients.y)
+      >>> float(evaluate.mean(algorithm, state, evaluate.among(5), clients.x, clients.y))  # of five classes
+      1.0
+    """
+    checks.kind('algorithm', algorithm, Algorithm)
+    checks.kind('state', state, State)
+    checks.called('measure', measure, 'logits, labels', '`losses.cross_entropy` is')
+    batch_size = checks.static('batch_size', batch_size)
+    _filled(x)
+    with _predicting():
+        one = jax.eval_shape(lambda: algorithm.predict(state.server, None, arguments.on_device('test examples', x[:1])))
+        checks.rows('logits', one, length=1)
+        pieces = _pieces(x, y, one.shape[-1])
+        return sum(_measured(algorithm, state.server, measure, *piece, batch_size) for piece in pieces) / len(y)
+
+
+@functools.cache
+def among(k: int) -> Callable[[Array, Array], Array]:
+    """The measure whether the true class is among the `k` with the largest logits, 1.0 or 0.0: top-k accuracy.
+
+    Of equal logits those of the lower classes come first, as for `argmax`; a NaN among an example's is a 0.
+
+    Raises:
+      ValueError: if `k` is no whole number of at least 1.
+    """
+    checks.whole('k', k)
+
+    def measure(logits: Array, labels: Array) -> Array:
+        true = jnp.take_along_axis(logits, labels[:, None], axis=1)
+        first = jnp.arange(logits.shape[1]) < labels[:, None]
+        before = jnp.sum((logits > true) | ((logits == true) & first), axis=1)
+        return jnp.where(jnp.isnan(logits).any(1), 0.0, before < k).astype(jnp.float32)
+
+    return measure
+
+
+def _filled(x: Array) -> None:
     if np.ndim(x) == 0 or len(x) == 0:
         raise ValueError(f'a test set needs examples [n, ...], not the shape {np.shape(x)}')
+
+
+def _pieces(x: Array, y: Array, num_classes: int | None) -> Iterator[tuple[Array, Array]]:
+    """A test set on the device, a large one in pieces. Raises ValueError for what is none."""
+    _filled(x)
     checks.labels('test labels', y, len(x), num_classes)  # before those of 64 bits lose half of them
-    x = arguments.on_device('test examples', x)
-    with _predicting():
-        return _generic(algorithm, state.server, x, jnp.asarray(y, jnp.int32), num_classes, batch_size)
+    large = isinstance(x, np.ndarray) and x.nbytes > AT_ONCE
+    rows = max(1, AT_ONCE // x[:1].nbytes) if large else len(x)
+    for i in range(0, len(x), rows):
+        some = (x[i : i + rows], y[i : i + rows]) if large else (x, y)
+        yield arguments.on_device('test examples', some[0]), jnp.asarray(some[1], jnp.int32)
 
 
 @contextlib.contextmanager
@@ -123,6 +204,27 @@ def _predicting() -> Iterator[None]:
 def _generic(algorithm: Algorithm, server: Tree, x: Array, y: Array, num_classes: int, batch_size: int) -> Array:
     shard = Shard(x, y, jnp.arange(len(y)), jnp.int32(len(y)), jnp.zeros(num_classes, jnp.int32))
     return confusion(lambda x: algorithm.predict(server, None, x), shard, batch_size)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 5))
+def _measured(
+    algorithm: Algorithm, server: Tree, measure: Callable[[Array, Array], Array], x: Array, y: Array, batch_size: int
+) -> Array:
+    b, n = min(batch_size, len(y)), len(y)
+    rows = full_batches(jnp.arange(n), b)
+    shard = Shard(x, y, rows, jnp.int32(n), jnp.zeros(0, jnp.int32))
+
+    def step(s: Array, total: Array) -> Array:
+        batch = batch_at(s, rows, shard, b)
+        logits = algorithm.predict(server, None, batch.x)
+        values = measure(logits, checks.widened(batch.y))
+        if jnp.shape(values) != (b,):
+            raise ValueError(
+                f'`measure` must give a number for each of {b} examples, not the shape {jnp.shape(values)}'
+            )
+        return total + jnp.sum(jnp.where(batch.mask, values, 0.0), dtype=jnp.float32)
+
+    return jax.lax.fori_loop(0, -(-n // b), step, jnp.float32(0))
 
 
 def per_client(

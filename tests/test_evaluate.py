@@ -30,6 +30,54 @@ def test_personal_models_are_those_of_their_stage(data):
     np.testing.assert_array_equal(same, evaluate.per_client(stage, own, data, personal=False))
 
 
+def test_means_of_measures_equal_numpy_for_any_batch_size(data, monkeypatch):
+    state = simulate.init(stage, toys.KEY, data)
+    logits, y = np.asarray(stage.predict(state.server, None, data.x)), np.asarray(data.y)
+    shifted = logits - logits.max(1, keepdims=True)
+    loss = np.log(np.exp(shifted).sum(1)) - shifted[np.arange(len(y)), y]
+    rank = (logits > logits[np.arange(len(y)), y][:, None]).sum(1)
+    for batch in (7, 256, 10_000):
+        found = evaluate.mean(stage, state, losses.cross_entropy, data.x, y, batch)
+        np.testing.assert_allclose(found, loss.mean(), rtol=1e-5)
+    for k in (1, 2, toys.CLASSES):
+        np.testing.assert_allclose(
+            evaluate.mean(stage, state, evaluate.among(k), data.x, y), (rank < k).mean(), rtol=1e-6
+        )
+    table = evaluate.generic(stage, state, data.x, y, toys.CLASSES)
+    np.testing.assert_allclose(evaluate.mean(stage, state, evaluate.among(1), data.x, y), evaluate.accuracy(table))
+    monkeypatch.setattr(evaluate, 'AT_ONCE', 1000)  # bytes: in pieces
+    found = evaluate.mean(stage, state, losses.cross_entropy, np.asarray(data.x), y)
+    np.testing.assert_allclose(found, loss.mean(), rtol=1e-5)
+    np.testing.assert_array_equal(evaluate.generic(stage, state, np.asarray(data.x), y, toys.CLASSES), table)
+
+
+def test_the_first_classes_are_those_of_argmax():
+    logits = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [np.nan, 2.0, 1.0]], np.float32)
+    for k, want in ((1, [1, 0, 0]), (2, [1, 1, 0]), (3, [1, 1, 0])):
+        np.testing.assert_array_equal(evaluate.among(k)(logits, np.array([0, 1, 1])), want)
+
+
+@pytest.mark.parametrize(
+    ('measure', 'x', 'y', 'said'),
+    [
+        ('loss', np.ones((2, 12)), [0, 1], r'measure must be a function of \(logits, labels\), as .*cross_entropy'),
+        (
+            lambda logits, y: logits,
+            np.ones((2, 12)),
+            [0, 1],
+            r'a number for each of 2 examples, not the shape \(2, 5\)',
+        ),
+        (losses.cross_entropy, np.ones((2, 12)), [0, 5], r'test labels must lie in \[0, 5\)'),
+        (losses.cross_entropy, np.ones((2, 12)), [0], 'one for each of 2 examples, not 1'),
+        (losses.cross_entropy, np.ones((0, 12)), [], 'a test set needs examples'),
+    ],
+)
+def test_what_cannot_be_measured_is_said(data, measure, x, y, said):
+    state = simulate.init(stage, toys.KEY, data)
+    with pytest.raises(ValueError, match=said):
+        evaluate.mean(stage, state, measure, x.astype('f'), np.array(y, int))
+
+
 def test_tables_of_shares_are_read_as_those_of_counts():
     table = np.random.default_rng(0).integers(0, 9, (3, 4, 4))
     shares = table / table.sum((1, 2), keepdims=True)
