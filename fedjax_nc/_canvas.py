@@ -68,9 +68,9 @@ def entries(row: Sequence['Axes']) -> tuple[list[Any], list[str]]:
     return list(found.values()), list(found)
 
 
-def label(name: str) -> str:
+def label(name: Any) -> str:
     """A name as matplotlib shows it in a legend, which leaves out those that begin with a line."""
-    return f' {name}' if name.startswith('_') else name
+    return f' {name}' if str(name).startswith('_') else str(name)
 
 
 def legend(figure: 'Figure', row: Sequence['Axes'], most: int, length: float = 3) -> None:

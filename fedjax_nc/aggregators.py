@@ -99,7 +99,8 @@ def pooled_stats() -> Aggregator:
             name = keystr(path, simple=True, separator='.')
             if name not in pairs:
                 return leaf
-            return jnp.maximum(leaf + sign * jnp.square(leaves[pairs[name]]), 0.0)  # rounding may leave it below
+            leaf, at = (u.astype(jnp.float32) for u in (leaf, leaves[pairs[name]]))
+            return jnp.maximum(leaf + sign * jnp.square(at), 0.0)  # rounding may leave it below
 
         return tree_map_with_path(moved, stats)
 

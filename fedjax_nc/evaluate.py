@@ -36,7 +36,7 @@ def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int =
         numbers of classes.
     """
     classes = shard.counts.shape[0]
-    checks.labels('labels', shard.y, len(shard.x))
+    checks.labels('labels', shard.y, len(shard.x), classes)
     batch_size = checks.static('batch_size', batch_size)
     logits = jax.eval_shape(predict, shard.x[:1])
     checks.rows('logits', logits, length=1)
@@ -321,16 +321,23 @@ def _per_client(
             if known is None:
                 return logits
             may = known != 0
-            return jnp.where(may | ~jnp.any(may), logits, -jnp.inf)  # who may predict nothing is not restricted
+            broken = jnp.isnan(logits).any(-1, keepdims=True)  # whatever the classes of which it says NaN
+            allowed = may | ~jnp.any(may)  # who may predict nothing is not restricted
+            return jnp.where(broken, jnp.nan, jnp.where(allowed, jnp.maximum(logits, _LOWEST), -jnp.inf))
 
         return confusion(predict, data.shard(i), batch_size)
 
     return jax.lax.map(one, (jnp.arange(data.num_clients), state.clients, allowed))
 
 
+_LOWEST = float(np.finfo(np.float32).min)
+
+
 def _square(counts: Array) -> Array:
     """Tables `[..., C, C]`, nested lists too. Raises ValueError, as all that reads them does, for another shape."""
     counts = jnp.asarray(counts)
+    if jnp.issubdtype(counts.dtype, jnp.floating):
+        counts = counts.astype(jnp.float32)  # in 16 bits their sums overflow
     shape = counts.shape
     if len(shape) < 2 or shape[-1] != shape[-2]:
         raise ValueError(f'a table of counts has the shape [..., C, C], not {shape}: see generic and per_client')
@@ -498,7 +505,7 @@ class Over(NamedTuple):
 
 @jax.jit
 def over(values: Array, weight: Array) -> Over:
-    """Sums up `values [K, ...]` over clients; those of weight 0, or False, are left out, whatever their value.
+    """Sums up `values [K, ...]` over clients; those of weight 0 or below, or False, are left out, whatever their value.
 
     Args:
       values: one number for each client, or several.
@@ -513,7 +520,7 @@ def over(values: Array, weight: Array) -> Over:
     values, weight = jnp.asarray(values), jnp.asarray(weight)
     if weight.ndim == 0 or weight.shape != values.shape[: weight.ndim]:
         raise ValueError(f'weights {weight.shape} do not fit values {values.shape}: give one for each client')
-    weight = jnp.expand_dims(weight, range(weight.ndim, values.ndim)).astype(jnp.float32)
+    weight = jnp.maximum(jnp.expand_dims(weight, range(weight.ndim, values.ndim)).astype(jnp.float32), 0.0)
     share = weight / jnp.maximum(jnp.sum(weight, axis=0), jnp.finfo(jnp.float32).tiny)
     values = jnp.where(weight > 0, values, 0.0)
     mean = jnp.sum(share * values, axis=0)

@@ -77,7 +77,8 @@ def merge(classes: ClassRows, scatters: Array, covariance: str = 'full') -> Gaus
         raise ValueError(f'{covariance!r} scatters of {number} classes must be {wanted}, not {scatters.shape}')
     weight = classes.weight
     count = jnp.sum(weight, axis=0)
-    mean = jnp.einsum('kc,kcd->cd', weight, classes.rows, precision='highest') / jnp.maximum(count, 1.0)[:, None]
+    rows = jnp.where(weight[..., None] > 0, classes.rows, 0.0)  # what does not count may be anything
+    mean = jnp.einsum('kc,kcd->cd', weight, rows, precision='highest') / jnp.maximum(count, 1.0)[:, None]
     gap = jnp.where(weight[..., None] > 0, classes.rows - mean, 0.0)
     if covariance == 'diag':
         between = jnp.einsum('kc,kcd->cd', weight, jnp.square(gap), precision='highest')

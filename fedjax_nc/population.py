@@ -92,17 +92,22 @@ class Store:
         """Stores the `states [M, ...]` of clients `ids [M]`, all different; those of K and beyond are dropped.
 
         Raises:
-          ValueError: if the states have another structure or other shapes than the store's, for a negative number or a
-            client twice.
+          ValueError: if the states have another structure, other shapes or types than the store's, or are not one for
+            each of `ids`; for a negative number or a client twice.
         """
         ids = np.asarray(ids)
         if ids.ndim != 1 or ids.dtype.kind not in 'iu' or not self._known(ids[ids < self.num_clients]):
             raise ValueError(f'ids must be different numbers of clients, from 0 on, not {checks.shown(ids)}')
-        real = np.flatnonzero(ids < self.num_clients)
+        real, given = np.flatnonzero(ids < self.num_clients), len(ids)
         ids, (leaves, structure) = ids[real], jax.tree.flatten(states)
         shapes = [u.shape[1:] for u in self._leaves]
         if (structure, [u.shape[1:] for u in leaves]) != (self._structure, shapes):
             raise ValueError('these are not states of the algorithm that the store was made for')
+        for leaf, value in zip(self._leaves, leaves, strict=True):  # before anything is stored
+            if len(value) != given or value.dtype != leaf.dtype:
+                raise ValueError(
+                    f'{given} clients need as many states, of {leaf.dtype}, and there are {len(value)} of {value.dtype}'
+                )
         new = ids[self._slots[ids] < 0]
         self._grow(self.seen + len(new))
         self._slots[new] = np.arange(self.seen, self.seen + len(new), dtype=np.int32)

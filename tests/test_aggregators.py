@@ -70,6 +70,13 @@ def test_pooled_stats_of_other_libraries():
         pooled.partial({'norm/~/mean_ema': stats['mean'], 'norm/~/var_ema': stats['var']}, sizes, jnp.arange(2), 2)
 
 
+def test_pooled_stats_of_half_precision_are_summed_in_float32():
+    pooled, sizes = aggregators.pooled_stats(), jnp.ones(3)
+    stats = {'mean': jnp.full(3, 10, jnp.bfloat16), 'var': jnp.full(3, 0.125, jnp.bfloat16)}
+    got = pooled.finish(pooled.partial(stats, sizes, jnp.arange(3), 3))
+    np.testing.assert_allclose(got['var'], 0.125, rtol=1e-3)
+
+
 def test_fields_have_their_own_weights():
     class Message(NamedTuple):
         delta: dict

@@ -132,10 +132,29 @@ def test_large_numbers_are_standardized_before_they_are_rounded(tmp_path):
     x = load_table(path, **HOW, features=['time'], standardize=True, test=0.2)
     seen = np.sort(np.concatenate([x.x_train, x.x_test])[:, 0])
     np.testing.assert_allclose(np.diff(seen), np.diff(seen)[0], rtol=1e-3)
-    with pytest.raises(ValueError, match="'time' holds whole numbers that float32 does not tell apart: take off"):
+    with pytest.raises(ValueError, match="'time' holds 90 numbers, of which float32 tells 2 apart: take off"):
         load_table(path, **HOW)
     pyarrow.csv.write_csv(pa.table({**columns(), 'time': 2**24 + 2**20 * np.arange(90)}), tmp_path / 'CELLS.CSV')
     assert load_table(tmp_path / 'CELLS.CSV', **HOW).x_train.shape[1] == 4  # float32 has these
+
+
+def test_columns_that_training_rows_have_alike_are_zero(tmp_path):
+    """Though their deviation is a rounding error; and numbers whose squares are none are scaled, too."""
+    split = ['test' if i % 3 == 0 else 'train' for i in range(90)]
+    gain = [0.2 if word == 'test' else 0.1 for word in split]
+    large = np.random.default_rng(0).normal(size=90) * 1e300
+    path = write(tmp_path / 'cells.parquet', split=split, gain=gain, large=large)
+    found = load_table(path, label='diagnosis', features=['gain', 'large'], test='split', standardize=True)
+    np.testing.assert_array_equal(found.x_train[:, 0], 0)
+    np.testing.assert_allclose(found.x_test[:, 0], 1, rtol=1e-5)  # twice the largest, less that
+    np.testing.assert_allclose(found.x_train[:, 1].std(), 1, rtol=1e-5)
+
+
+def test_floats_that_fall_together_are_refused(tmp_path):
+    path = write(tmp_path / 'cells.parquet', time=1.6e9 + np.arange(90) + 0.5)
+    with pytest.raises(ValueError, match=r"'time' holds 90 numbers, of which float32 tells . apart"):
+        load_table(path, **HOW)
+    assert load_table(path, **HOW, features=np.array(['radius', 'time']), standardize=True).x_train.shape[1] == 2
 
 
 @pytest.mark.parametrize('end', ['csv', 'parquet'])

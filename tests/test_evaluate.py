@@ -100,6 +100,26 @@ def test_examples_of_a_population_may_be_beyond_counting():
         evaluate.over_clients(np.zeros((0, 2, 2), int))
 
 
+def test_who_may_not_predict_a_class_is_wrong_where_it_is_nan(data):
+    broken = stage._replace(predict=lambda server, client, x: jnp.eye(toys.CLASSES)[0] * x[:, :1] + jnp.array(
+        [0.0] * (toys.CLASSES - 1) + [jnp.nan]))  # fmt: skip
+    state = simulate.init(stage, toys.KEY, data)
+    allowed = np.ones((data.num_clients, toys.CLASSES), bool)
+    allowed[:, -1] = False
+    np.testing.assert_array_equal(evaluate.accuracy(evaluate.per_client(broken, state, data, allowed=allowed)), 0)
+    none = stage._replace(predict=lambda server, client, x: jnp.full((len(x), toys.CLASSES), -jnp.inf))
+    tables = evaluate.per_client(
+        none, state, data, allowed=np.arange(toys.CLASSES) == np.full((data.num_clients, 1), 2)
+    )
+    assert np.asarray(tables)[:, :, 2].sum() == np.asarray(tables).sum() == data.size.sum()
+
+
+def test_shares_in_half_precision_and_weights_below_zero():
+    half = np.array([[40000, 40000], [0, 1]], np.float16)
+    np.testing.assert_allclose(evaluate.accuracy(half), 40001 / 80001, rtol=1e-3)
+    np.testing.assert_allclose(evaluate.over(np.array([1.0, 1.0]), np.array([-1, 2])).mean, 1)
+
+
 def test_test_sets_are_not_changed_on_their_way(data):
     state = simulate.init(stage, toys.KEY, data)
     x, y = np.asarray(data.x), np.asarray(data.y, np.int64)

@@ -27,6 +27,12 @@ def test_quarter_turns_are_those_of_numpy(x):
     np.testing.assert_array_equal(data.rotate(x, PARTS, [450.0, -90.0])[[3, 9]], [np.rot90(x[3]), np.rot90(x[9], -1)])
 
 
+@pytest.mark.parametrize('angle', [90.00000000000001, 89.99999999999916, 360 - 1e-9, -90 + 1e-12])
+def test_quarter_turns_up_to_rounding_lose_no_border(angle):
+    x = np.full((1, 8, 8, 1), 255, np.uint8)
+    np.testing.assert_array_equal(data.rotate(x, [[0]], [angle]), x)
+
+
 def test_other_turns_interpolate_in_the_same_direction():
     x = np.zeros((3, 9, 9, 1), np.float32)
     x[:, 4, 8] = 1.0  # a dot to the right of the centre

@@ -19,6 +19,13 @@ def rows(data, k):
     return np.asarray(data.index[k, : data.size[k]])
 
 
+def test_masked_entries_are_not_taken():
+    x = np.ma.array([[-999.0], [2.0]], mask=[[1], [0]])
+    with pytest.raises(ValueError, match='`x` has entries that are masked'):
+        federate(x, np.arange(2), [[0], [1]])
+    federate(np.ma.array(x.data), np.arange(2), [[0], [1]])
+
+
 @pytest.mark.parametrize('kind', ['>f4', '>i2', 'g'])
 def test_numbers_of_other_machines_are_the_same(kind):
     x = np.arange(12).reshape(4, 3).astype(kind)

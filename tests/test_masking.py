@@ -78,3 +78,10 @@ def test_padded_rows_of_a_batch_are_copies_of_the_clients_first(data, size):
         want = np.where(batch.mask, 100 + step * 16 + np.arange(16), 100)
         np.testing.assert_array_equal(batch.x, np.asarray(data.x)[want])
         np.testing.assert_array_equal(batch.y, np.asarray(data.y)[want])
+
+
+def test_class_means_that_do_not_count_may_be_anything():
+    rows = jnp.array([[[1.0, 1.0], [2.0, 2.0]], [[3.0, 3.0], [jnp.nan, jnp.nan]]])
+    found = gaussians.merge(aggregators.ClassRows(rows, jnp.array([[2.0, 2.0], [2.0, 0.0]])), jnp.zeros((2, 2)), 'diag')
+    np.testing.assert_array_equal(found.mean, [[2, 2], [2, 2]])
+    np.testing.assert_allclose(found.cov, [[4 / 3, 4 / 3], [0, 0]], rtol=1e-6)

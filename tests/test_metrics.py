@@ -97,6 +97,20 @@ def test_features_that_are_all_alike_have_no_geometry(sizes):
     np.testing.assert_array_equal(tiny.relative, 0)
 
 
+@pytest.mark.parametrize('scale', [1e-30, 1e25])
+def test_nc1_is_of_any_scale(sample, scale):
+    z, y, _ = sample
+    np.testing.assert_allclose(nc1(np.float32(scale) * z, y, 5), nc1(z, y, 5), rtol=1e-4)
+
+
+def test_a_broken_layer_is_like_no_other(sample):
+    z, _, _ = sample
+    broken = z.copy()
+    broken[3, 1] = np.nan
+    assert np.isnan(linear_cka(broken, z))
+    assert np.isnan(linear_cka(z, broken))
+
+
 def test_nc2_of_one_class_is_not_known():
     assert np.isnan(nc2(np.ones((3, 4), np.float32), np.array([1, 1, 1]), 3))
 

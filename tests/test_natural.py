@@ -60,6 +60,21 @@ def test_other_arrays_are_refused(tmp_path, changes, said):
     assert '\n' not in str(info.value)
 
 
+def test_names_of_clients_are_kept(tmp_path):
+    arrays = {
+        'x_train': np.ones((4, 2)), 'y_train': np.arange(4) % 2, 'x_test': np.ones((2, 2)), 'y_test': np.arange(2),
+        'clients_train': np.array([0, 1, 1, 2]), 'clients_test': np.array([0, 2]),
+    }  # fmt: skip
+    np.savez(tmp_path / 'own.npz', **arrays, clients=['amy', 'bob', 'zed'])
+    assert load_npz(tmp_path / 'own.npz').clients == ('amy', 'bob', 'zed')
+    np.savez(tmp_path / 'own.npz', **arrays, clients=['amy', 'bob'])
+    with pytest.raises(ValueError, match='2 names of clients for numbers up to 2'):
+        load_npz(tmp_path / 'own.npz')
+    np.savez(tmp_path / 'own.npz', **arrays, clients=np.arange(3))
+    with pytest.raises(ValueError, match='clients must be a vector of their names'):
+        load_npz(tmp_path / 'own.npz')
+
+
 def test_parts_of_a_data_set_keep_their_clients(tmp_path):
     whole = load_npz(saved(tmp_path))
     rows = np.array([4, 0, 9])

@@ -39,6 +39,11 @@ def test_names_that_begin_with_a_line_are_in_the_legend():
     assert [text.get_text().strip() for text in figure.axes[0].get_legend().get_texts()] == ['_ours', 'fedavg']
 
 
+def test_curves_may_be_named_by_numbers():
+    figure = plots.accuracy_curves({0.1: ([1, 2], [0.1, 0.2]), 1.0: ([1, 2], [0.1, 0.3])})
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ['0.1', '1.0']
+
+
 def test_bubble_areas_are_proportional(clients):
     figure = plots.class_distribution(clients, class_names=['cat', 'dog', 'eel'])
     (discs,) = figure.axes[0].collections

@@ -91,6 +91,19 @@ def test_personal_stage_starts_from_the_server_of_its_store(data, round):
     assert store.seen == 2
 
 
+def test_what_cannot_be_stored_leaves_a_store_as_it_was():
+    data = toys.ragged([20] * 8)
+    store = population.init(kept, toys.KEY, data).clients
+    two, before = store.take(np.arange(2)), store.take(np.arange(8))
+    for ids, states in (
+        (np.arange(3), two), (np.arange(1), two), (np.arange(2), jax.tree.map(lambda u: u.astype('f8'), two)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match='clients need as many states'):
+            store.put(ids, states)
+    assert store.seen == 0
+    toys.same(store.take(np.arange(8)), before)
+
+
 def test_contents_restore_a_store(data, round, on_device):
     half, _ = play(round, population.init(kept, toys.KEY, data), data, range(2))
     contents = half.clients.contents()

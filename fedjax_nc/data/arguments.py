@@ -24,6 +24,8 @@ def array(name: str, value: Any) -> NDArray[Any]:
         ValueError: for what is traced, or nested sequences of unequal lengths.
     """
     _known(name, value)
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise ValueError(f'{name} has entries that are masked, which would be taken: fill or drop them.')
     try:
         return np.asarray(value)
     except (ValueError, TypeError) as error:

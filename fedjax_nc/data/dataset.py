@@ -21,7 +21,8 @@ class Dataset(NamedTuple):
     classes: tuple[str, ...] | None = None  #: their names, where there are any
     clients_train: NDArray[np.int32] | None = None  #: [n] whose example it is, from 0, where the data say so
     clients_test: NDArray[np.int32] | None = None  #: [m] the same; None, too, where the test set is nobody's
-    clients: tuple[str, ...] | None = None  #: the clients' names, in the order of their numbers, where there are any
+    #: the clients' names in the order of these numbers, where there are any; `natural` orders by appearance
+    clients: tuple[str, ...] | None = None
 
 
 class DatasetUnavailableError(RuntimeError):

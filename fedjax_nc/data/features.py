@@ -46,8 +46,8 @@ def rotate(x: ArrayLike, parts: Parts, degrees: Sequence[float] = (0, 90, 180, 2
     out = images.copy()
     for k, rows in enumerate(_disjoint(len(images), parts)):
         angle = angles[k % len(angles)] % 360
-        quarters, rest = divmod(angle, 90)
-        if rest == 0:
+        quarters = round(angle / 90)
+        if abs(angle - 90 * quarters) < 1e-6:  # as sums of tenths are
             if quarters % 2 and images.shape[1] != images.shape[2]:
                 raise ValueError(
                     f'images of {images.shape[1]}x{images.shape[2]} cannot be turned by {angle:g} degrees.'

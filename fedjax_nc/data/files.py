@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_nc.data import arguments, decoded
 from fedjax_nc.data.dataset import Dataset, DatasetUnavailableError
 
-_FURTHER = ('classes', 'clients_train', 'clients_test')
+_FURTHER = ('classes', 'clients_train', 'clients_test', 'clients')
 
 
 def load_npz(path: str | os.PathLike[str]) -> Dataset:
@@ -19,8 +19,8 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
     Args:
         path: the file, with `x_train`, `y_train`, `x_test` and `y_test`. Examples `[n, ...]` are of one type and shape,
             images of bytes `[n, H, W, ch]` for instance; labels are whole numbers from 0. It may hold `classes`, their
-            names, and `clients_train` and `clients_test`: whose an example is, whole numbers from 0. Nothing is
-            unpickled.
+            names, and `clients_train` and `clients_test`: whose an example is, whole numbers from 0, which `clients`
+            names. Nothing is unpickled.
 
     Returns:
         The data set, named after the file: x as it is there, y and clients int32. Without `classes`, it has one class
@@ -41,8 +41,13 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
             raise ValueError(f'it holds one array without a name, not {", ".join(fields)} as `np.savez` writes them')
         with opened as file:
             if sorted({*file.files} - {*_FURTHER}) != sorted(fields):
-                raise ValueError(f'it holds {", ".join(sorted(file.files))}, not {", ".join(fields)}')
+                found = sorted({*file.files} - {*_FURTHER})
+                raise ValueError(f'it holds {", ".join(found) or "nothing else"}, not {", ".join(fields)}')
             arrays: dict[str, Any] = {name: np.asarray(file[name]) for name in file.files}
+        if 'clients' in arrays:
+            if arrays['clients'].dtype.kind != 'U' or arrays['clients'].ndim != 1:
+                raise ValueError('clients must be a vector of their names')
+            arrays['clients'] = tuple(arrays['clients'].tolist())
     except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f'{path} cannot be read: {" ".join(str(error).split())}') from error
     try:

@@ -125,7 +125,8 @@ def _load(
     where = Path(path).expanduser()
     if not where.exists():
         raise DatasetUnavailableError(f'{where} is not there: give a folder of images, or a .zip or .tar file of one')
-    name = official or where.name.partition('.')[0] or where.resolve().name
+    stem = where.name if where.is_dir() else where.name.partition('.')[0]
+    name = official or stem.strip('.') or where.resolve().name
 
     def make(room: decoded.Room) -> Dataset:
         with store.refusing(where, 'fetch it again, or give another'):

@@ -58,7 +58,8 @@ def load_table(
     where = Path(path).expanduser()
     if not where.is_file():
         raise DatasetUnavailableError(f'{where} is not there: give a .csv or .parquet file')
-    if isinstance(features, str) or (features is not None and not features):
+    features = features if features is None or isinstance(features, str) else tuple(features)
+    if isinstance(features, str) or features == ():
         raise ValueError(f'`features` must be names of columns, not {checks.shown(features)}.')
     other = roles(features or (), label, client, test if isinstance(test, str) else None)
     columns = _columns(where, other, features)
@@ -94,8 +95,11 @@ def split(
         values, y = renumbered(label, values, y, classes)
     train, held = test_rows(test, columns, y, seed)
     if standardize:
+        largest = np.abs(x[train]).max(0)
+        x = x / np.where(largest > 0, largest, 1)  # so that squares stay finite
         mean, deviation = x[train].mean(0), x[train].std(0)
-        x = ((x - mean) / np.where(deviation > 0, deviation, 1)).astype(np.float32)
+        constant = deviation <= 1e-12  # by rounding alone
+        x = ((x - mean) / np.where(constant, 1, deviation)).astype(np.float32)
     owners = None if client is None else numbered(client, columns[client])
     return divided(x, y, train, held, name, tuple(str(value) for value in values), owners)
 
@@ -220,11 +224,16 @@ def numbers(name: str, column: NDArray[Any], kind: DTypeLike = np.float32) -> ND
         numbers = column.astype(kind)
     if not np.isfinite(numbers).all():
         raise ValueError(f'column {name!r} holds NaN or infinity: fill or drop these rows')
-    beyond = column.dtype.kind in 'iu' and np.abs(numbers).max(initial=0) >= 2**24
-    if beyond and len(np.unique(numbers)) < len(np.unique(column)):
+    largest = np.abs(numbers).max(initial=0)
+    if column.dtype.kind in 'iu':
+        close, least = largest >= 2**24, 1.0
+    else:  # which lose digits everywhere: it matters where most of them fall together
+        close, least = np.ptp(numbers) < 2**12 * np.spacing(largest), 0.5
+    if close and (apart := len(np.unique(numbers))) < least * (exact := len(np.unique(column))):
+        advice = ', as `standardize=True` does,' if kind == np.float32 else ''
         raise ValueError(
-            f'column {name!r} holds whole numbers that {numbers.dtype} does not tell apart: take off what they have in '
-            'common, as `standardize=True` does, or leave the column out of `features`'
+            f'column {name!r} holds {exact} numbers, of which {numbers.dtype} tells {apart} apart: take off what they '
+            f'have in common{advice} or leave the column out of `features`'
         )
     return numbers
 

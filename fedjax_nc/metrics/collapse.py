@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from fedjax_nc import classwise
 from fedjax_nc.base import Array
 from fedjax_nc.evaluate import over
-from fedjax_nc.metrics.similarity import ByClass, less, mean_over_pairs, pairwise_cosine, unit
+from fedjax_nc.metrics.similarity import ByClass, less, mean_over_pairs, pairwise_cosine, scaled, unit
 
 
 class Centres(NamedTuple):
@@ -50,8 +50,9 @@ def nc1(z: Array, y: Array, classes: int, weight: Array | None = None) -> Array:
     scaling the features changes nothing; infinite where all class means coincide, as those of a single class do.
     Arguments are those of `centres`.
     """
+    z = scaled(z)  # so that squares neither vanish nor overflow
     at = centres(z, y, classes, weight)
-    squares = jnp.sum(jnp.square(z.astype(jnp.float32) - at.mean[y]), axis=1, keepdims=True)
+    squares = jnp.sum(jnp.square(z - at.mean[y]), axis=1, keepdims=True)
     within = jnp.sum(classwise.means(squares, y, _weights(y, weight), classes)[0])
     between = jnp.sum(jnp.square(at.centred))
     return jnp.where(between == 0, jnp.inf, within / jnp.where(between == 0, 1.0, between))

@@ -29,7 +29,7 @@ class ByClass(NamedTuple):
 
 def unit(rows: Array) -> Array:
     """`rows [..., D]` as float32 vectors of length 1, however small or large they are; zeros stay zero."""
-    return normalize(_scaled(rows, -1))
+    return normalize(scaled(rows, -1))
 
 
 def pairwise_cosine(rows: Array) -> Array:
@@ -137,7 +137,7 @@ def linear_cka(x: Array, y: Array) -> Array:
         xx, yy = _gram(x, x), _gram(y, y)  # [p, p] and [q, q]
         cross = jnp.sum(jnp.square(_gram(x, y)))
     scale = jnp.sqrt(jnp.sum(jnp.square(xx))) * jnp.sqrt(jnp.sum(jnp.square(yy)))
-    return jnp.where(scale > 0, cross / jnp.where(scale > 0, scale, 1.0), 0.0)
+    return jnp.where(scale == 0, 0.0, cross / jnp.where(scale == 0, 1.0, scale))
 
 
 def cka_matrix(features: Array) -> Array:
@@ -209,16 +209,16 @@ def less(x: Array, mean: Array) -> Array:
     return jnp.where(jnp.max(jnp.abs(gap), initial=0.0) <= _ROUNDING * largest, 0.0, gap)  # NaN stays
 
 
-def _scaled(x: Array, axis: int | None = None) -> Array:
-    """As float32, over its largest absolute value, so that products neither vanish nor overflow."""
+def scaled(x: Array, axis: int | None = None) -> Array:
+    """`x` in float32 over its largest absolute value, of all or along `axis`: products neither vanish nor overflow."""
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0.0)
     return x / jnp.where(largest > 0, largest, 1.0)
 
 
 def _centred(x: Array) -> Array:
-    x = _scaled(x.reshape(len(x), -1))
-    return _scaled(less(x, jnp.mean(x, axis=0)))
+    x = scaled(x.reshape(len(x), -1))
+    return scaled(less(x, jnp.mean(x, axis=0)))
 
 
 def _gram(x: Array, y: Array) -> Array:
