@@ -132,11 +132,13 @@ def accuracy_curves(
         The figure.
 
     Raises:
-        ValueError: if there is no curve, or rounds and accuracy do not match.
+        ValueError: if there is no curve, rounds and accuracy do not match, or it is in percent in spite of `percent`.
         ImportError: without matplotlib.
     """
     figure, (axes,) = _canvas.axes_in_a_row(6.4, 4.0)
     seeds = _curves(axes, curves, 100 if percent else 1)
+    if percent and any(np.nanmax(line.get_ydata(), initial=0) > 200 for line in axes.get_lines()):
+        raise ValueError('accuracy is far above 1, in percent already: say percent=False')
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     if title:

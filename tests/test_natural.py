@@ -75,6 +75,17 @@ def test_names_of_clients_are_kept(tmp_path):
         load_npz(tmp_path / 'own.npz')
 
 
+def test_clients_by_name_have_one_number_in_both_sets(tmp_path):
+    train, test = ['cat', 'ann', 'bob', 'bob'], ['cat', 'bob']
+    np.savez(
+        tmp_path / 'own.npz', x_train=np.ones((4, 2)), y_train=np.arange(4) % 2, x_test=np.ones((2, 2)),
+        y_test=np.arange(2), clients_train=train, clients_test=test,
+    )  # fmt: skip
+    found = load_npz(tmp_path / 'own.npz')
+    assert [found.clients[k] for k in found.clients_train] == train
+    assert [found.clients[k] for k in found.clients_test] == test
+
+
 def test_parts_of_a_data_set_keep_their_clients(tmp_path):
     whole = load_npz(saved(tmp_path))
     rows = np.array([4, 0, 9])

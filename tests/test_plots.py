@@ -44,6 +44,13 @@ def test_curves_may_be_named_by_numbers():
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ['0.1', '1.0']
 
 
+def test_accuracy_in_percent_is_not_made_percent_again():
+    curves = {'a': ([1, 2], [50.0, 90.0])}
+    with pytest.raises(ValueError, match='in percent already: say percent=False'):
+        plots.accuracy_curves(curves)
+    assert plots.accuracy_curves(curves, percent=False).axes[0].get_lines()[0].get_ydata().max() == 90
+
+
 def test_bubble_areas_are_proportional(clients):
     figure = plots.class_distribution(clients, class_names=['cat', 'dog', 'eel'])
     (discs,) = figure.axes[0].collections
@@ -239,7 +246,7 @@ def test_figures_say_what_bands_bars_and_boxes_are():
     assert 'Bars: means over 3 seeds; lines: one standard' in bars.get_supxlabel()
     boxes = plots.boxes({'one': {'a': [1, 2]}})
     assert 'quartile, with the median' in ' '.join(boxes.get_supxlabel().split())
-    for alone in (plots.accuracy_curves({'a': (x, x)}), plots.grouped_bars({'one': {'a': [1]}}, ['a'])):
+    for alone in (plots.accuracy_curves({'a': (x, x / 4)}), plots.grouped_bars({'one': {'a': [1]}}, ['a'])):
         assert alone.get_supxlabel() == ''
     renderer = boxes.canvas.get_renderer()
     boxes.draw(renderer)

@@ -323,6 +323,7 @@ def main() -> None:
     parser.add_argument('--secure', action='store_true', help='sum messages unseen, by SecAgg+')
     parser.add_argument('--calm', action='store_true', help='let nothing happen to the sites')
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the programs end with this one
     eventful = not (args.calm or args.secure)
     if args.rounds < (4 if eventful else 1):
         parser.error('--rounds must be 4 or more, so that there is time for what happens; with --calm 1 or more')

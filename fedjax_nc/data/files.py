@@ -19,8 +19,8 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
     Args:
         path: the file, with `x_train`, `y_train`, `x_test` and `y_test`. Examples `[n, ...]` are of one type and shape,
             images of bytes `[n, H, W, ch]` for instance; labels are whole numbers from 0. It may hold `classes`, their
-            names, and `clients_train` and `clients_test`: whose an example is, whole numbers from 0, which `clients`
-            names. Nothing is unpickled.
+            names, and `clients_train` and `clients_test`: whose an example is, names, or whole numbers from 0,
+            which `clients` may name. Nothing is unpickled.
 
     Returns:
         The data set, named after the file: x as it is there, y and clients int32. Without `classes`, it has one class
@@ -44,6 +44,13 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
                 found = sorted({*file.files} - {*_FURTHER})
                 raise ValueError(f'it holds {", ".join(found) or "nothing else"}, not {", ".join(fields)}')
             arrays: dict[str, Any] = {name: np.asarray(file[name]) for name in file.files}
+        named = [
+            name for name in ('clients_train', 'clients_test') if name in arrays and arrays[name].dtype.kind == 'U'
+        ]
+        if named and 'clients' not in arrays:  # numbered together, so that a client has one number
+            arrays['clients'] = np.unique(np.concatenate([arrays[name] for name in named]))
+            for name in named:
+                arrays[name] = np.searchsorted(arrays['clients'], arrays[name])
         if 'clients' in arrays:
             if arrays['clients'].dtype.kind != 'U' or arrays['clients'].ndim != 1:
                 raise ValueError('clients must be a vector of their names')

@@ -34,6 +34,7 @@ IMBALANCE = (
     'largest class over smallest of a long-tailed training set; it is spread over clients, who are tested on parts '
     'of the test set, as in FedLoGe'
 )
+VALUES = 'a value is JSON or a word, as in \'features=["a", "b"]\''
 SIDE_BY_SIDE = (
     'clients side by side, and to which fewer they go on as others are done, such as 10 4 2 1; by default chosen for '
     'the device'
@@ -84,12 +85,20 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--dataset', help=f'{", ".join(DATASETS)}; or NAME{", NAME".join(LOADERS)} in --data-dir')
     parser.add_argument(
-        '--loading', nargs='+', type=options, metavar='NAME=VALUE', help='further arguments of what loads such a file'
+        '--loading',
+        nargs='+',
+        type=options,
+        metavar='NAME=VALUE',
+        help=f'further arguments of what loads such a file; {VALUES}',
     )
     parser.add_argument('--data-dir', type=Path, help='where data sets lie or are put')
     parser.add_argument('--algorithm', help=f'{", ".join(recipes.RECIPES)}; or MODULE:FACTORY of your own')
     parser.add_argument(
-        '--options', nargs='+', type=options, metavar='NAME=VALUE', help="further arguments of the algorithm's factory"
+        '--options',
+        nargs='+',
+        type=options,
+        metavar='NAME=VALUE',
+        help=f"further arguments of the algorithm's factory; {VALUES}",
     )
     parser.add_argument('--head', choices=list(recipes.HEADS), help="by default the algorithm's own")
     parser.add_argument('--loss', choices=list(recipes.LOSSES), help="by default the algorithm's own")
