@@ -112,7 +112,7 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
         help=f'{", ".join(networks.MODELS)}; or MODULE:ATTRIBUTE of your own; by default resnet20, and mlp '
         'for digits and tables',
     )
-    parser.add_argument('--norm', choices=['batch', 'group'], help='of ResNets and MobileNet')
+    parser.add_argument('--norm', choices=['batch', 'group'], help='of ResNets and MobileNet; by default batch')
     parser.add_argument('--crop', type=number(int, 0), help='pixels by which training images are cropped at random')
     parser.add_argument('--flip', action='store_true', default=None, help='mirror training images at random')
     parser.add_argument('--clients', type=count)

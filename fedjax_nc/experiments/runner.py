@@ -322,7 +322,7 @@ class Teller:
         if not self.show:
             return
         said = [f'{heading} {shown(name, value(found, name))}' for heading, name in self.first(run, found)]
-        text = ', '.join(said) if said else 'diverged'
+        text = ', '.join(said) or ('diverged' if 'diverged' in found else "done, with none of this study's metrics")
         took = tqdm.format_interval(seconds)
         line = f'[{len(self.seconds)}/{self.total}] {run.label}: {text}, {took}{self.left(len(rest))}'
         print(line, file=sys.stderr, flush=True)
