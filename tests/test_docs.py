@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -110,6 +111,15 @@ def test_the_programs_of_a_page_run(page, tmp_path, monkeypatch):
         exec(compile(block, f'{named(page)}, program {number}', 'exec'), said)
     if check := CHECKS.get(named(page)):
         check(said)
+
+
+@pytest.mark.parametrize('page', [page for page in PAGES if blocks(page)], ids=named)
+def test_every_name_of_a_page_is_defined_on_it(page):
+    """In every suite, because most pages run in the slow part alone."""
+    readers = "builtins = ['my_digits']"  # names that stand for what a reader has
+    ruff = [sys.executable, '-m', 'ruff', 'check', '--isolated', '--select', 'F811,F821', '--config', readers, '-']
+    checked = subprocess.run(ruff, input='\n'.join(blocks(page)), capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_pages_with_checks_have_programs():
