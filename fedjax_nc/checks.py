@@ -271,7 +271,7 @@ def kind(name: str, value: Any, wanted: type) -> None:
         raise ValueError(f'{name} must be {SUCH_AS.get(wanted, f"of the type {wanted.__name__}")}, not {given}')
 
 
-def called(name: str, function: Any, arguments: str, such: str = '') -> None:
+def called(name: str, function: Any, arguments: str, such: str = '', by_name: tuple[str, ...] = ()) -> None:
     """Refuses what is no function of so many arguments.
 
     Args:
@@ -279,11 +279,12 @@ def called(name: str, function: Any, arguments: str, such: str = '') -> None:
       function: anything; what does not tell its arguments passes.
       arguments: names of those that it is called with by position, as 'logits, labels, counts'.
       such: how one is made, for the message.
+      by_name: what it is given besides, by name.
 
     Raises:
       ValueError: for what cannot be called so.
     """
-    takes = f'({arguments})' + (f', as {such}' if such else '')
+    takes = f'({", ".join((arguments, *(f"{u}=" for u in by_name)))})' + (f', as {such}' if such else '')
     if not callable(function):
         raise ValueError(f'{name} must be a function of {takes}; not {shown(function)}')
     plain = function
@@ -295,7 +296,7 @@ def called(name: str, function: Any, arguments: str, such: str = '') -> None:
     except (TypeError, ValueError):  # some functions of compiled modules do not tell
         return
     try:
-        known.bind(*arguments.split(', '))
+        known.bind(*arguments.split(', '), **dict.fromkeys(by_name))
     except TypeError as error:
         told = getattr(function, '__name__', shown(function))
         raise ValueError(f'{name} must be a function of {takes}; {told}{known}: {error}') from None

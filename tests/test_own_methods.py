@@ -209,8 +209,11 @@ def test_clients_count_as_asked_where_the_factory_can_say_so(tmp_path):
     setting = Setting(**DIGITS, algorithm='steps.halved:METHOD')
     assert experiments.run(setting, tmp_path, progress=False)['global_accuracy'] > 0
     method = recipes.named('steps.halved:algorithm')
-    recipe = method(toys.tiny, toys.opt, toys.PLAN, weigh='alike')  # ignored, as by the library's own
-    assert recipe.personalize is not None
+    assert method(toys.tiny, toys.opt, toys.PLAN).personalize is not None
+    with pytest.raises(ValueError, match="halved weighs clients its own way: weigh='alike' needs a factory with `agg"):
+        method(toys.tiny, toys.opt, toys.PLAN, weigh='alike')
+    assert recipes.named('steps.halved:decayed')(toys.tiny, toys.opt, toys.PLAN, weigh='alike').train
+    assert recipes.named('solo')(toys.tiny, toys.opt, toys.PLAN, weigh='alike').train  # there is nothing to weigh
     with pytest.raises(ValueError, match=r'^halved has no server model'):
         method(toys.tiny, toys.opt, toys.PLAN, server_opt=recipes.SERVER_OPTIMIZERS['fedadam']())
     with pytest.raises(ValueError, match=r"halved cannot take the options \{'mu': 1\}"):

@@ -100,8 +100,9 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
         metavar='NAME=VALUE',
         help=f"further arguments of the algorithm's factory; {VALUES}",
     )
-    parser.add_argument('--head', choices=list(recipes.HEADS), help="by default the algorithm's own")
-    parser.add_argument('--loss', choices=list(recipes.LOSSES), help="by default the algorithm's own")
+    mine = "or MODULE:ATTRIBUTE of your own; by default the algorithm's"
+    parser.add_argument('--head', help=f'{", ".join(recipes.HEADS)}; {mine}')
+    parser.add_argument('--loss', help=f'{", ".join(recipes.LOSSES)}; {mine}')
     parser.add_argument(
         '--server-optimizer', choices=list(recipes.SERVER_OPTIMIZERS), help='by default plain averaging'
     )
@@ -117,7 +118,11 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--flip', action='store_true', default=None, help='mirror training images at random')
     parser.add_argument('--clients', type=count)
     parser.add_argument('--participation', type=number(float, 0, 1, open_low=True), help='share a round')
-    parser.add_argument('--partition', choices=[*PARTITIONS, NATURAL], help='by default dirichlet')
+    parser.add_argument(
+        '--partition',
+        help=f'{", ".join((*PARTITIONS, NATURAL))}; or MODULE:FUNCTION of your own; by default dirichlet, natural for '
+        'femnist',
+    )
     parser.add_argument('--alpha', type=positive, help='of Dirichlet partitions')
     parser.add_argument('--classes-per-client', type=count, help='of shards, and the fewest of uneven_classes')
     parser.add_argument('--most-classes', type=count, help='of uneven_classes')
@@ -184,7 +189,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         given[several] = {name: value for part in given[several] for name, value in part.items()}
     setting = Setting.of({**base, **given})
     for name, (chosen, known) in DEPENDENT.items():
-        if name in given and (has := getattr(setting, chosen)) not in known:
+        if name in given and (has := getattr(setting, chosen)) not in known and ':' not in has:
             flag = f'--{name.replace("_", "-")}'
             raise ValueError(f'{flag} changes nothing with {chosen} {has}: it is for {", ".join(known)}')
     return setting

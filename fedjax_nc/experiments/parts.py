@@ -11,7 +11,9 @@ import optax
 
 from fedjax_nc import aggregators, checks, frames, heads, losses, server_optimizers, simulate
 from fedjax_nc import algorithms as alg
+from fedjax_nc._differences import in_one_line
 from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Loss, Model, Objective, State
+from fedjax_nc.experiments import own
 from fedjax_nc.local import ClientOptimizer, Plan
 from fedjax_nc.objective import objective
 
@@ -207,6 +209,37 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     'alike': alg.fedavg.UNWEIGHTED,
 }
 """How clients are weighed: as the method has it, by their numbers of examples, or all alike."""
+
+
+def own_head(name: str) -> Head:
+    """The head of one's own that is called 'package.module:attribute': a `base.Head`, or what makes one of nothing.
+
+    Raises:
+      ValueError: for a module that cannot be imported, or what is neither in it.
+    """
+    made = own.attribute('head', name)
+    if not isinstance(made, Head) and callable(made) and made is not Head:
+        try:
+            made = made()
+        except Exception as error:  # whatever a function of somebody else's raises
+            raise ValueError(
+                f'head {name} is made by a call without arguments, and says: {in_one_line(error)}'
+            ) from error
+    if not isinstance(made, Head):
+        raise ValueError(f'head {name} must be a base.Head, or a function that makes one, not {checks.shown(made)}')
+    return made
+
+
+def own_loss(name: str) -> Loss:
+    """The loss of one's own that is called 'package.module:attribute': a function as those of `losses` are.
+
+    Raises:
+      ValueError: for a module that cannot be imported, or what is no function `(logits, labels, counts)` in it.
+    """
+    loss: Loss = own.attribute('loss', name)
+    checks.called(f'loss {name}', loss, 'logits, labels, counts', 'losses.cross_entropy')
+    return loss
+
 
 LEARNED = ('linear', 'unbiased', 'unit_norm', 'cosine')
 """Heads whose class vectors are trained."""

@@ -127,10 +127,16 @@ def run(
         return conclude(measure, done, first, clock, config, out)
 
 
+OWN = {
+    'source': ('algorithm', 'method'),
+    **{f'{part}_source': (part, part) for part in ('model', 'head', 'loss', 'partition')},
+}
+"""Digests in `config.json`: of which setting's file, and what sentences call it."""
+
+
 def sources(setting: Setting) -> dict[str, str]:
-    """Digests of what runs of a user's own, for `config.json`: of the files of its method and its model."""
-    found = {'source': setting.algorithm, 'model_source': setting.model}
-    return {name: digest for name, own in found.items() if (digest := provenance.running(own))}
+    """Digests of what runs of a user's own, for `config.json`: of the files of its method, its model and their like."""
+    return {name: digest for name, (own, _) in OWN.items() if (digest := provenance.running(getattr(setting, own)))}
 
 
 def import_ahead() -> None:

@@ -34,6 +34,8 @@ from fedjax_nc.experiments.parts import bare as bare
 from fedjax_nc.experiments.parts import defaults as defaults
 from fedjax_nc.experiments.parts import join as join
 from fedjax_nc.experiments.parts import longer as longer
+from fedjax_nc.experiments.parts import own_head as own_head
+from fedjax_nc.experiments.parts import own_loss as own_loss
 from fedjax_nc.experiments.parts import plain as plain
 from fedjax_nc.experiments.parts import trained as trained
 from fedjax_nc.local import ClientOptimizer, Plan
@@ -49,6 +51,7 @@ class Method(NamedTuple):
     heads: tuple[str, ...] = tuple(HEADS)  #: those that it takes, names in `HEADS`; the first is the method's own
     losses: tuple[str, ...] = tuple(LOSSES)  #: those that it takes, names in `LOSSES`; the first is the method's own
     server: bool = True  #: whether a server optimizer moves a model
+    weighs: bool = True  #: whether `weigh` can be chosen, or has no meaning, as with clients that train alone
 
     def __call__(
         self,
@@ -68,14 +71,16 @@ class Method(NamedTuple):
         personal: str = 'own',
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Recipe:
-        """The method's recipe. It ignores what it has no use for, but for a head, loss or server optimizer.
+        """The method's recipe. It ignores what it has no use for, but for a head, loss, server optimizer or weights.
 
         Args:
           model: feature extractor.
           client_opt: from the round's number to a client's optimizer.
           plan: batch size and local epochs.
-          head: one of `heads`; by default the method's own.
-          loss: one of `losses`; by default the method's own.
+          head: one of `heads`, and where these are all of `HEADS` one of a user's own, see `own_head`; by default the
+            method's.
+          loss: one of `losses`, and where these are all of `LOSSES` one of a user's own, see `own_loss`; by default
+            the method's.
           server_opt: by default plain averaging.
           personal_opt: of Ditto's second models and FedROD's personal heads, by default the same as `client_opt`;
             published by FedNH and FedETF: plain SGD of the same rate.
@@ -98,18 +103,23 @@ class Method(NamedTuple):
         head, loss = head or self.heads[0], loss or self.losses[0]
         if weigh not in WEIGHTS:
             raise ValueError(f"clients are weighed by 'examples' or 'alike', or as 'published', not by {weigh!r}")
-        for what, given, known in (('head', head, self.heads), ('loss', loss, self.losses)):
-            if given not in known:
+        for what, given, known, every in (('head', head, self.heads, HEADS), ('loss', loss, self.losses, LOSSES)):
+            if given not in known and not (':' in given and set(known) >= set(every)):
                 raise ValueError(f'{self.name} has no {what} {given!r}, it takes {" or ".join(known)}')
         angular = loss in OF_COSINES['losses']
-        if angular and head not in OF_COSINES['heads']:
+        if angular and head in HEADS and head not in OF_COSINES['heads']:
             possible = [name for name in self.heads if name in OF_COSINES['heads']]
             raise ValueError(f'the loss {loss!r} is one of cosines: with it {self.name} takes {" or ".join(possible)}')
         if server_opt is not None and not self.server:
             possible = [method.name for method in RECIPES.values() if method.server]
             raise ValueError(f'{self.name} has no server model to optimize; these have one: {", ".join(possible)}')
-        made, learned = HEADS[head](dim, 1.0 if angular else scale, not angular), head in LEARNED
-        opts, values = (client_opt, personal_opt or client_opt), LOSSES[loss]
+        if weigh != 'published' and not self.weighs:
+            raise ValueError(
+                f'{self.name} weighs clients its own way: weigh={weigh!r} needs a factory with `aggregate`'
+            )
+        made = HEADS[head](dim, 1.0 if angular else scale, not angular) if head in HEADS else own_head(head)
+        values = LOSSES[loss] if loss in LOSSES else own_loss(loss)
+        opts, learned = (client_opt, personal_opt or client_opt), head in LEARNED
         setup = Setup(
             model, *opts, plan, made, learned, values, server_opt, dim, scale, rounds, auxiliary, weigh, options
         )
@@ -490,4 +500,5 @@ def named(name: str) -> Method:
         )
     module, _, attribute = name.partition(':')
     label = module.rpartition('.')[2] if attribute == 'algorithm' else attribute
-    return Method(label, shared(made), server=several or 'server_opt' in names)
+    server, weighs = (several or name in names for name in ('server_opt', 'aggregate'))
+    return Method(label, shared(made), server=server, weighs=weighs)

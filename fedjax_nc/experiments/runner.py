@@ -110,15 +110,17 @@ def carry_out(
 def outdated(run: Run, out: str | Path, data_dir: str | Path | None = None) -> str:
     """What of one's own has changed since the run was begun, for a sentence; '' if nothing, as far as is known.
 
-    Of a method and a model it is the file that is named, not those that it imports.
+    Of a method, a model and their like it is the file that is named, not those that it imports.
     """
     path = where(run, out) / 'config.json'
     if not isinstance(run.setting, Setting) or not path.exists():
         return ''
     before = pipeline.known(path)
     for name, what, now in (
-        ('source', 'the file of its method has', provenance.source(run.setting.algorithm)),
-        ('model_source', 'the file of its model has', provenance.source(run.setting.model)),
+        *(
+            (name, f'the file of its {what} has', provenance.source(getattr(run.setting, own)))
+            for name, (own, what) in pipeline.OWN.items()
+        ),
         ('data', 'its data have', scene.digest(run.setting, data_dir)),
     ):
         if before.get(name) and now and before[name] != now:

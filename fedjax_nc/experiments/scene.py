@@ -15,7 +15,7 @@ from fedjax_nc.base import FederatedData
 from fedjax_nc.data import containers, hub, images
 from fedjax_nc.data.partition import Parts
 from fedjax_nc.experiments import networks, recipes
-from fedjax_nc.experiments.setting import FEATURES, LOADERS, NATURAL, PARTITIONS, PIXELS, Setting
+from fedjax_nc.experiments.setting import FEATURES, LOADERS, NATURAL, PIXELS, Setting, partition
 
 ETF: dict[str, dict[str, Any]] = {
     'cnn': {'dim': 64, 'scale': 10.0}
@@ -46,7 +46,7 @@ def misfit(setting: Setting, scene: Scene) -> ValueError | None:
     except ValueError as error:
         return error.with_traceback(None)  # whose frames hold the data
     except Exception as error:  # whatever a user's own part raises
-        if setting.model in networks.MODELS and setting.algorithm in recipes.RECIPES:
+        if not any(':' in str(name) for name in (setting.algorithm, setting.model, setting.head, setting.loss)):
             raise
         return ValueError(in_one_line(error))
     return None
@@ -72,7 +72,7 @@ def load(setting: Setting, data_dir: str | Path | None = None, host: bool = Fals
     if setting.partition == NATURAL:
         owners, parts = drawn(dataset, setting)
     else:
-        parts = PARTITIONS[setting.partition](dataset.y_train, setting)
+        parts = partition(setting.partition)(dataset.y_train, setting)
     pool = FEATURES[setting.features](dataset.x_train, parts, setting)
     clients = data.federate(pool, dataset.y_train, parts, dataset.num_classes, host=host)
     x, y = dataset.x_test, dataset.y_test

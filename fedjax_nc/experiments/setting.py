@@ -13,9 +13,10 @@ from typing import Any, Self
 import numpy as np
 
 from fedjax_nc import _checkpoints, checks, data
+from fedjax_nc._differences import in_one_line
 from fedjax_nc.data import images
 from fedjax_nc.data.partition import Parts
-from fedjax_nc.experiments import networks, recipes
+from fedjax_nc.experiments import networks, own, recipes
 
 DATASETS = data.sources.NAMES
 LOADERS: dict[str, Callable[..., data.Dataset]] = {
@@ -38,6 +39,39 @@ PARTITIONS: dict[str, Callable[[np.ndarray, 'Setting'], Parts]] = {
         y, s.clients, (s.classes_per_client, s.most_classes), seed=s.seed
     ),
 }
+KNOBS = ('alpha', 'classes_per_client', 'most_classes', 'exponent')
+"""Settings of which a partition of one's own is given those that it names."""
+
+
+def partition(name: str) -> Callable[[np.ndarray, 'Setting'], Parts]:
+    """The partition of a name in `PARTITIONS`, or of one's own: 'package.module:function', of a module to import.
+
+    The function is `(labels [n], clients, *, seed, ...) -> parts`, as those of `data` are, and of `alpha`,
+    `classes_per_client`, `most_classes` and `exponent` it is given what it names.
+
+    Raises:
+      ValueError: for another name, a module that cannot be imported, or what is no such function in it.
+    """
+    if not isinstance(name, str) or (name not in PARTITIONS and ':' not in name):
+        possible = ', '.join((*PARTITIONS, NATURAL))
+        raise ValueError(f"partition must be one of {possible}, or 'module:function', not {checks.shown(name)}")
+    if name in PARTITIONS:
+        return PARTITIONS[name]
+    function = own.attribute('partition', name)
+    names, several = own.takes(function)
+    knobs = [knob for knob in KNOBS if knob in names or several]
+    checks.called(f'partition {name}', function, 'labels, clients', 'data.iid', by_name=('seed', *knobs))
+
+    def parts(labels: np.ndarray, s: 'Setting') -> Parts:
+        try:
+            found: Parts = function(labels, s.clients, seed=s.seed, **{knob: getattr(s, knob) for knob in knobs})
+        except Exception as error:  # whatever a function of somebody else's raises
+            raise ValueError(f'partition {name}: {in_one_line(error)}') from error
+        return found
+
+    return parts
+
+
 FEATURES: dict[str, Callable[[Any, Parts, 'Setting'], Any]] = {
     'same': lambda x, parts, s: x,
     'rotated': lambda x, parts, s: data.rotate(x, parts),
@@ -154,8 +188,9 @@ class Setting(Plain):
     imbalance: float = 1.0  #: Largest over smallest class of a training set made long-tailed.
     clients: int = 20  #: With 'natural', as many of the data's own, drawn at random.
     #: 'dirichlet', 'dirichlet_capped', 'dirichlet_multiclass', 'dirichlet_draws', 'dirichlet_sizes', 'power_law',
-    #: 'shards', 'uneven_classes' or 'iid', each a function of `data`, or 'natural' for the data's own clients. By
-    #: default 'natural' for femnist, 'dirichlet_draws' where the training set is long-tailed, else 'dirichlet'.
+    #: 'shards', 'uneven_classes' or 'iid', each a function of `data`, or 'natural' for the data's own clients; or
+    #: `'module:function'` of one's own, see `partition`. By default 'natural' for femnist, 'dirichlet_draws' where the
+    #: training set is long-tailed, else 'dirichlet'.
     partition: str = None  # type: ignore[assignment]
     alpha: float = 0.1  #: Of Dirichlet partitions.
     classes_per_client: int = 2  #: Of 'shards', and the fewest of 'uneven_classes'.
@@ -186,9 +221,9 @@ class Setting(Plain):
     algorithm: str = 'fedetf'  #: One of `recipes.RECIPES`, or `'module:factory'` of one's own, see `recipes.named`.
     #: Further arguments of the algorithm's factory.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    #: One of `recipes.HEADS`; by default the algorithm's own.
+    #: One of `recipes.HEADS`, or `'module:attribute'` of one's own, see `recipes.own_head`; by default the algorithm's.
     head: str = None  # type: ignore[assignment]
-    #: One of `recipes.LOSSES`; by default the algorithm's own.
+    #: One of `recipes.LOSSES`, or `'module:function'` of one's own, see `recipes.own_loss`; by default the algorithm's.
     loss: str = None  # type: ignore[assignment]
     #: How personal models come about. 'own' is as the algorithm's recipe says; 'latest', a client's latest local model,
     #: where the algorithm makes none.
@@ -224,14 +259,11 @@ class Setting(Plain):
                 object.__setattr__(self, 'imbalance', data.sources.IMBALANCE)
             object.__setattr__(self, 'dataset', data.sources.LONG_TAILED[self.dataset])
         names = {
-            'partition': (None, *PARTITIONS, NATURAL),
             'tests': (None, *TESTS),
             'norm': ('batch', 'group'),
             'precision': ('float32', 'bfloat16'),
             'pixels': tuple(PIXELS),
             'crop_mode': ('constant', 'reflect'),
-            'head': (None, *recipes.HEADS),
-            'loss': (None, *recipes.LOSSES),
             'features': tuple(FEATURES),
             'personal': PERSONAL,
             'weigh': tuple(recipes.WEIGHTS),
@@ -251,6 +283,18 @@ class Setting(Plain):
             if (value := getattr(self, name)) not in known:
                 possible = ', '.join(u for u in known if u is not None)
                 raise ValueError(f'{name} must be one of {possible}, not {checks.shown(value)}')
+        for name, every, mine in (
+            ('head', recipes.HEADS, recipes.own_head),
+            ('loss', recipes.LOSSES, recipes.own_loss),
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or (value not in every and ':' not in value)):
+                possible = ', '.join(every)
+                raise ValueError(f"{name} must be one of {possible}, or 'module:attribute', not {checks.shown(value)}")
+            if value is not None and value not in every:
+                mine(value)
+        if self.partition not in (None, NATURAL):
+            partition(self.partition)
         checks.number('imbalance', self.imbalance, 1)
         method = recipes.named(self.algorithm)
         if self.model is not None:

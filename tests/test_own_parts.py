@@ -1,0 +1,218 @@
+"""Heads, losses and partitions of one's own: by name on the command line, in studies and in programs."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fedjax_nc import experiments, saving
+from fedjax_nc.experiments import Setting, command, recipes, runner, scene
+from fedjax_nc.experiments.setting import partition
+from fedjax_nc.experiments.study import Study
+
+MODULE = '''
+"""A classifier by distance, focal loss, and clients that hold every other example."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_nc import heads, losses
+from fedjax_nc.base import Head
+
+
+def centres():
+    def init(key, dim, classes):
+        return {'at': 0.1 * jax.random.normal(key, (classes, dim))}, {}
+
+    def logits(params, fixed, z):
+        return -jnp.sum((z[:, None] - params['at']) ** 2, axis=-1)
+
+    return Head(init, logits)
+
+
+linear = heads.linear()
+
+
+def focal(logits, labels, counts, power=2):
+    loss = losses.cross_entropy(logits, labels)
+    return (1 - jnp.exp(-loss)) ** power * loss
+
+
+def usual(logits, labels, counts):
+    return losses.cross_entropy(logits, labels)
+
+
+def strided(labels, clients, *, seed):
+    order = np.random.default_rng(seed).permutation(len(labels))
+    return [order[i::clients] for i in range(clients)]
+
+
+def first(labels, clients, alpha, *, seed=0):
+    return [np.arange(i * int(alpha), (i + 1) * int(alpha)) for i in range(clients)]
+
+
+def broken():
+    return 1 // 0
+
+
+def of_three(logits, labels):
+    return logits
+
+
+def sizeless(labels, clients):
+    return []
+
+
+def nobody(labels, clients, *, seed):
+    raise RuntimeError('nobody is there')
+
+
+number = 3
+'''
+DIGITS = {'dataset': 'digits', 'max_examples': 300, 'clients': 6, 'rounds': 2, 'local_epochs': 1}
+SMALL = ['--dataset', 'digits', '--max-examples', '300', '--clients', '6', '--rounds', '2', '--local-epochs', '1']
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path_factory, monkeypatch):
+    """The module `pieces.some` in a folder from which Python imports."""
+    folder = tmp_path_factory.mktemp('own')
+    (folder / 'pieces').mkdir()
+    (folder / 'pieces' / 'some.py').write_text(MODULE)
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module('pieces.some')
+    for name in [name for name in sys.modules if name.split('.')[0] == 'pieces']:
+        del sys.modules[name]
+
+
+def losses_of(folder):
+    return [json.loads(line)['loss'] for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
+def test_the_librarys_own_by_other_names_are_the_same_run(tmp_path):
+    named = {'head': 'linear', 'loss': 'cross_entropy', 'partition': 'iid'}
+    own = {'head': 'pieces.some:linear', 'loss': 'pieces.some:usual', 'partition': 'fedjax_nc.data:iid'}
+    for name, parts in (('named', named), ('own', own)):
+        experiments.run(Setting(**DIGITS, algorithm='scaffold', **parts), tmp_path / name, progress=False)
+    assert losses_of(tmp_path / 'own') == losses_of(tmp_path / 'named')
+
+
+def test_the_command_line_takes_them_and_the_model_is_loaded(tmp_path, capsys):
+    own = {'head': 'pieces.some:centres', 'loss': 'pieces.some:focal', 'partition': 'pieces.some:strided'}
+    flags = [word for name, value in own.items() for word in (f'--{name}', value)]
+    summary = command.main([*SMALL, '--algorithm', 'fedprox', *flags, '--out', str(tmp_path)])
+    assert summary['global_accuracy'] > 0
+    assert summary['personal_accuracy'] > 0
+    config = json.loads((tmp_path / 'config.json').read_text())
+    assert {name: config[name] for name in own} == own
+    assert len({config[f'{name}_source'] for name in own}) == 1  # one file
+    assert not {'source', 'model_source'} & set(config)
+    setting = Setting.among(config)
+    recipe = scene.build(setting, scene.load(setting)[0])
+    head = saving.load(tmp_path / 'model.safetensors', recipe.train).server.variables.params['head']
+    assert jax.tree.map(np.shape, head) == {'at': (10, 200)}
+
+
+@pytest.mark.parametrize('name', ['fedetf', 'fedloge', 'ccvr', 'creff', 'fednh'])
+def test_methods_with_heads_of_their_own_refuse_others(name):
+    with pytest.raises(ValueError, match=f"{name} has no head 'pieces.some:centres', it takes"):
+        scene.check(Setting(**DIGITS, algorithm=name, head='pieces.some:centres'))
+
+
+def test_a_method_with_a_loss_of_its_own_refuses_others():
+    with pytest.raises(ValueError, match=r"fednh has no loss 'pieces\.some:focal', it takes cross_entropy"):
+        scene.check(Setting(**DIGITS, algorithm='fednh', loss='pieces.some:focal'))
+
+
+@pytest.mark.parametrize(
+    'name', [name for name, method in recipes.RECIPES.items() if set(recipes.HEADS) <= set(method.heads)]
+)
+def test_the_others_take_them(name):
+    setting = Setting(
+        **DIGITS, algorithm=name, head='pieces.some:centres', model='resnet20' if name == 'fedbn' else 'mlp'
+    )
+    assert scene.misfit(setting, scene.load(setting)) is None
+
+
+def test_a_partition_is_given_what_it_names():
+    labels = np.zeros(100, np.int32)
+    setting = Setting(**{**DIGITS, 'clients': 3}, partition='pieces.some:first', alpha=7.0)
+    parts = partition(setting.partition)(labels, setting)
+    assert [list(part[[0, -1]]) for part in parts] == [[0, 6], [7, 13], [14, 20]]
+    drawn = [
+        partition(name)(np.arange(300) % 10, Setting(**{**DIGITS, 'seed': 5}, partition=name, alpha=0.3))
+        for name in ('dirichlet', 'fedjax_nc.data:dirichlet')
+    ]
+    for one, other in zip(*drawn, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (
+        command.setting_of(
+            command.arguments([*SMALL, '--partition', 'pieces.some:first', '--alpha', '9'], '', '')
+        ).alpha
+        == 9
+    )
+
+
+@pytest.mark.parametrize(
+    ('given', 'said'),
+    [
+        ({'head': 'conic'}, "head must be one of linear, .*, or 'module:attribute', not 'conic'"),
+        ({'loss': 3}, "loss must be one of cross_entropy, .*, or 'module:attribute', not 3"),
+        ({'partition': 'stars'}, "partition must be one of dirichlet, .*, natural, or 'module:function', not 'stars'"),
+        ({'head': 'pieces.some:rings'}, "head pieces.some:rings: the module pieces.some has no 'rings'"),
+        ({'loss': 'pieces.gone:focal'}, 'loss pieces.gone:focal: .*No module named'),
+        ({'head': 'pieces.some:number'}, 'head pieces.some:number must be a base.Head, or a function that makes one'),
+        ({'head': 'pieces.some:dict'}, "the module pieces.some has no 'dict'"),
+        ({'head': 'pieces.some:broken'}, 'is made by a call without arguments, and says: ZeroDivisionError'),
+        ({'head': 'pieces.some:focal'}, 'is made by a call without arguments, and says: .*missing 3'),
+        (
+            {'loss': 'pieces.some:of_three'},
+            r'loss pieces.some:of_three must be a function of \(logits, labels, counts\)',
+        ),
+        ({'partition': 'pieces.some:number'}, r'must be a function of \(labels, clients, seed=\), as data.iid; not 3'),
+        ({'partition': 'pieces.some:sizeless'}, "as data.iid; .*: got an unexpected keyword argument 'seed'"),
+    ],
+)
+def test_what_is_none_is_refused_at_once(given, said):
+    with pytest.raises(ValueError, match=said):
+        Setting(**DIGITS, **given)
+
+
+def test_what_a_partition_raises_is_told():
+    with pytest.raises(ValueError, match=r'partition pieces\.some:nobody: RuntimeError: nobody is there'):
+        scene.load(Setting(**DIGITS, partition='pieces.some:nobody'))
+
+
+def test_a_study_takes_them_and_says_where_they_have_changed_since(mine, tmp_path, capsys):
+    rows = {
+        'Linear': {'algorithm': 'fedavg', 'head': 'linear'},
+        'Centres': {'algorithm': 'fedavg', 'head': 'pieces.some:centres'},
+        'Strided': {'algorithm': 'fedavg', 'partition': 'pieces.some:strided'},
+    }
+    study = Study.of(
+        {
+            'title': 'Mine',
+            'seeds': [0, 1],
+            'metrics': {'general': 'global_accuracy'},
+            'setting': DIGITS,
+            'methods': rows,
+        },
+        'mine',
+    )
+    assert runner.carry_out(study, tmp_path, show=False) == []
+    capsys.readouterr()
+    assert runner.carry_out(study, tmp_path) == []
+    assert 'has changed' not in capsys.readouterr().err
+    path = Path(mine.__file__)
+    path.write_text(path.read_text() + '\n# another thought\n')
+    assert runner.carry_out(study, tmp_path) == []
+    said = [line.partition(' since')[0] for line in capsys.readouterr().err.splitlines() if 'has changed' in line]
+    assert sorted(said) == [
+        *[f'Centres, seed {seed}: the file of its head has changed' for seed in (0, 1)],
+        *[f'Strided, seed {seed}: the file of its partition has changed' for seed in (0, 1)],
+    ]
