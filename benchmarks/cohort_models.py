@@ -59,7 +59,7 @@ def measured(setting: Setting, args: argparse.Namespace, folder: Path) -> dict[s
         recipe.train, measure.k_train, measure.begun(), train, rounds=setting.rounds, cohort=setting.cohort,
         out=folder, resume=True, checkpoint_pause=pipeline.PAUSE, on_round=on_round, name=setting.label,
     )  # fmt: skip
-    told, _ = measure.personal(done.state, measure.delivered(done.state))
+    told, _, _ = measure.personal(done.state, measure.delivered(done.state))
     rounds = {row['round']: row for row in map(json.loads, path.read_text().splitlines())}  # the last of each counts
     return {
         'setting': setting.plain(),

@@ -123,6 +123,23 @@ def load(path: str | Path, algorithm: Algorithm, like: State | None = None) -> S
     return Saved(filled['server'], filled.get('client'), about)
 
 
+def about(path: str | Path) -> dict[str, Any]:
+    """What a file of `save` says of itself, without reading its arrays.
+
+    Args:
+        path: the file.
+
+    Returns:
+        What `save` was given as `about`, and `format`, `library`, `jax`, `example`, `num_classes`, `num_clients`,
+        `client` and, where they were named, `classes`.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is damaged, or not of this kind.
+    """
+    return _read(Path(path), arrays=False)[1]
+
+
 def export(
     path: str | Path,
     algorithm: Algorithm,
@@ -249,19 +266,20 @@ def _description(
     return said
 
 
-def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays of a file and its description."""
+def _read(path: Path, arrays: bool = True) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays of a file, if they are wanted, and its description."""
     if not path.is_file():
         raise FileNotFoundError(f'{path} is not there')
     try:
         with safetensors.safe_open(path, framework='numpy') as file:
             about = json.loads((file.metadata() or {}).get('fedjax_nc', 'null'))
-            content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+            names = file.keys() if arrays else ()
+            content = {name: file.get_tensor(name) for name in names}
     except (safetensors.SafetensorError, ValueError, RecursionError) as error:
         raise ValueError(f'{path} is damaged, or no safetensors file: {" ".join(str(error).split())}') from error
     if not isinstance(about, dict) or about.get('format') != FORMAT:
         raise ValueError(f'{path} was not written by saving.save, or by a later version of it')
-    if 'checksum' in about and about['checksum'] != of_arrays(content):
+    if arrays and 'checksum' in about and about['checksum'] != of_arrays(content):
         raise ValueError(f'{path} is damaged: its numbers are not those that were written')
     return content, about
 

@@ -324,7 +324,7 @@ def test_a_variant_of_personal_models_that_diverges_is_no_result():
     }
     measure = Measures(setting, recipe._replace(variants=stages), found)
     state = measure.begun()
-    told, tuned = measure.personal(state, measure.delivered(state))
+    told, tuned, _ = measure.personal(state, measure.delivered(state))
     assert tuned
     assert told['personal_accuracy_tuned'] > 0
     assert told['personal_accuracy_wild'] is None

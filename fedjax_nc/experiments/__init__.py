@@ -6,7 +6,7 @@ here; the floors below are functions without any.
 - recipes, networks: methods and models by name; own: how those of users have one
 - scene: from a setting to its data and its method
 - measures: what is measured of a run
-- pipeline: a run from its data to its summary
+- pipeline: a run from its data to its summary; finished: one that is done, and its models
 - seeds: runs that differ in their seed alone, in one program
 - geometry: frames, measured without training
 - study: methods x scenes x seeds, and published tables (`tables/*.toml`)
@@ -17,8 +17,10 @@ here; the floors below are functions without any.
 """
 
 from fedjax_nc.experiments import recipes as recipes
+from fedjax_nc.experiments.finished import Finished as Finished
+from fedjax_nc.experiments.finished import load as load
 from fedjax_nc.experiments.pipeline import run as run
 from fedjax_nc.experiments.setting import Setting as Setting
 from fedjax_nc.experiments.study import Study as Study
 
-__all__ = ['Setting', 'Study', 'recipes', 'run']
+__all__ = ['Finished', 'Setting', 'Study', 'load', 'recipes', 'run']

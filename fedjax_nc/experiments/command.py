@@ -156,6 +156,7 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--precision', choices=['float32', 'bfloat16'])
     parser.add_argument('--eval-every', type=count)
     parser.add_argument('--max-examples', type=count, help='use a class-balanced part of the training set')
+    parser.add_argument('--keep-personal', action='store_true', help="keep each client's personal model in --out, too")
     parser.add_argument('--tensorboard', action='store_true', help='events for TensorBoard in --out')
     parser.add_argument('--setting', type=Path, help='a JSON or TOML file with the same names; flags come on top of it')
     parser.add_argument('--out', type=Path, default=Path('runs/cifar'))
@@ -223,7 +224,7 @@ def main(argv: list[str] | None = None, *, prog: str = 'cifar.py', description: 
     with tracked as on_round:
         summary = pipeline.run(
             setting, args.out, data_dir=args.data_dir, resume=args.resume, chunk=args.clients_per_chunk,
-            tune=args.tune, host=args.host, mesh=mesh, on_round=on_round,
+            tune=args.tune, host=args.host, mesh=mesh, on_round=on_round, keep_personal=args.keep_personal,
             record={**where, 'clients_per_chunk': args.clients_per_chunk, 'devices': args.devices},
         )  # fmt: skip
     for name in ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy_before', 'personal_accuracy'):

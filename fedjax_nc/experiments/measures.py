@@ -120,8 +120,13 @@ class Measures:
             seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
         return seen | ({'temperature': v.params['head']['scale']} if 'scale' in v.params['head'] else {})
 
-    def personal(self, state: State, delivered: tuple[Algorithm, State]) -> tuple[dict[str, Any], bool]:
-        """What the summary says of personal models, and whether they are finite; None stands for what is not."""
+    def personal(
+        self, state: State, delivered: tuple[Algorithm, State]
+    ) -> tuple[dict[str, Any], bool, tuple[Algorithm, State]]:
+        """What the summary says of personal models, whether they are finite, and what has them.
+
+        None stands for what is not finite.
+        """
         recipe, (algorithm, model) = self.recipe, delivered
 
         def personalized(algorithm: Algorithm) -> tuple[State, list[Info]]:
@@ -129,9 +134,11 @@ class Measures:
             return of_all(algorithm, self.k_tune, begun, self.train, self.chunk, once=True)
 
         if recipe.personalize is None:
+            kept = recipe.train, state
             tuned, tables = bool(tree.finite(state.clients)), self.kept(state)
         else:
             own, infos = personalized(recipe.personalize)
+            kept = recipe.personalize, own
             tuned = bool(tree.finite((own.clients, [info.loss for info in infos])))
             tables = evaluate.per_client(recipe.personalize, own, self.test)
         told = self.told('personal_accuracy', tables)
@@ -163,7 +170,7 @@ class Measures:
                 'personal_accuracy_before': float(summed.mean),
                 'personal_accuracy_before_std': float(summed.std),
             }
-        return told, tuned
+        return told, tuned, kept
 
     def final(self, state: State, delivered: tuple[Algorithm, State]) -> dict[str, Any]:
         """What else the summary says of the generic model."""

@@ -1,6 +1,7 @@
 """A run from its data to its summary: train, calibrate, make personal, evaluate, sum up."""
 
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -24,6 +25,8 @@ from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.scene import Scene, build, digest, load
 from fedjax_nc.experiments.setting import KEPT, Setting
 
+MODEL, PERSONAL = 'model.safetensors', 'personal/{}.safetensors'
+"""Files of a run: the generic model, and a client's own by its number."""
 PAUSE = 10.0  # seconds between checkpoints, each of which takes about a tenth; rounds may take minutes
 FREE = ('rounds', 'eval_every')  # what may differ when a run is resumed
 
@@ -41,6 +44,7 @@ def run(
     record: dict[str, Any] | None = None,
     on_round: training.OnRound | None = None,
     progress: bool = True,
+    keep_personal: bool = False,
 ) -> dict[str, Any]:
     """Carries out a run, and returns its summary.
 
@@ -63,6 +67,7 @@ def run(
       record: what `config.json` says beside the setting.
       on_round: as for `training.run`.
       progress: whether it is shown.
+      keep_personal: whether each client's personal model is kept, too, as `personal/NUMBER.safetensors`.
 
     Returns:
       What `summary.json` holds. Of the generic model, where there is one, on the test set, there are `global_accuracy`
@@ -124,7 +129,7 @@ def run(
             )  # fmt: skip
         if mesh is not None:
             done = done._replace(state=jax.tree.map(jnp.asarray, jax.device_get(done.state)))
-        return conclude(measure, done, first, clock, config, out)
+        return conclude(measure, done, first, clock, config, out, keep_personal)
 
 
 OWN = {
@@ -192,7 +197,13 @@ def chosen(
 
 
 def conclude(
-    measure: Measures, done: training.Run, first: Tree, clock: 'Clock', config: dict[str, Any], out: Path
+    measure: Measures,
+    done: training.Run,
+    first: Tree,
+    clock: 'Clock',
+    config: dict[str, Any],
+    out: Path,
+    keep_personal: bool = False,
 ) -> dict[str, Any]:
     """Makes the personal models of a run that is trained, measures and sums up; writes all but the checkpoints.
 
@@ -203,6 +214,7 @@ def conclude(
       clock: where its time went until now.
       config: what `config.json` is to say.
       out: where its files go.
+      keep_personal: whether personal models are among them.
 
     Raises:
       DivergedError: if the personal models diverged; after all is written.
@@ -210,7 +222,7 @@ def conclude(
     setting, recipe = measure.setting, measure.recipe
     with clock.part('personal'):
         delivered = measure.delivered(done.state)  # once: calibrating takes time
-        personal, tuned = measure.personal(done.state, delivered)
+        personal, tuned, own = measure.personal(done.state, delivered)
     seconds = {
         **clock.seconds,
         'compilation': done.compile_seconds,
@@ -247,11 +259,16 @@ def conclude(
         'jax': jax.__version__,
         **provenance.about(),
     }
+    save = functools.partial(
+        saving.save, data=measure.train, classes=measure.dataset.classes, about={'setting': setting.plain()}
+    )
     if recipe.generic and _checkpoints.first_process():
-        saving.save(
-            out / 'model.safetensors', *delivered, measure.train, classes=measure.dataset.classes,
-            about={'setting': setting.plain()},
-        )  # fmt: skip
+        save(out / MODEL, *delivered)
+    if keep_personal and tuned and _checkpoints.first_process():
+        algorithm, state = own[0], jax.device_get(own[1])
+        (out / PERSONAL).parent.mkdir(exist_ok=True)
+        for client in range(setting.clients):
+            save(str(out / PERSONAL).format(client), algorithm, state, client=client)
     write(out / 'config.json', config)  # a resumed run may be longer than it was begun
     write(out / 'seconds.json', clock.seconds)
     write(out / 'summary.json', summary)

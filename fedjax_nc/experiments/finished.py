@@ -1,0 +1,102 @@
+"""A run that is done: what it was, what came of it, and its models."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_nc import checks, saving, simulate
+from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
+from fedjax_nc.data import Dataset
+from fedjax_nc.experiments import pipeline, scene
+from fedjax_nc.experiments.setting import Setting
+
+
+class Finished(NamedTuple):
+    """A run with one of its models."""
+
+    setting: Setting  #: what was run
+    summary: dict[str, Any]  #: what `summary.json` holds
+    algorithm: Algorithm  #: what the model predicts by
+    saved: saving.Saved  #: its arrays, and what its file says
+
+    def predict(self, x: Array) -> Array:
+        """Logits [B, C] float32 of examples [B, ...] as the data hold them: preprocessing is the model's part."""
+        return self.algorithm.predict(self.saved.server, self.saved.client, x)
+
+
+def load(out: str | Path, client: int | None = None) -> Finished:
+    """A finished run's model, ready to predict. Needs none of its data.
+
+    Args:
+      out: the run's folder, as `experiments.run` had it, or in that of a study `runs/NAME`.
+      client: whose personal model; by default the generic one. There are personal ones where the run was asked to
+        keep them: `run(keep_personal=True)`, `--keep-personal`.
+
+    Returns:
+      The run. With `predict` go `algorithm` and `saved`, for `evaluate` or to train on, as from `saving.load`.
+
+    Raises:
+      FileNotFoundError: if there is no such run, it has not been finished, or has no such model.
+      ValueError: for damaged files, a setting that cannot be any more, and as `saving.load`.
+
+    Example:
+      >>> import tempfile
+      >>> from fedjax_nc import data, experiments
+      >>> small = {'dataset': 'digits', 'max_examples': 300, 'clients': 5, 'rounds': 2, 'local_epochs': 1}
+      >>> with tempfile.TemporaryDirectory() as out:
+      ...     summary = experiments.run(experiments.Setting(**small), out, progress=False)
+      ...     run = experiments.load(out)
+      >>> digits = data.load_dataset('digits')
+      >>> logits = run.predict(digits.x_test)
+      >>> bool((logits.argmax(-1) == digits.y_test).mean() == summary['global_accuracy'])
+      True
+    """
+    out = Path(out)
+    if client is not None:
+        checks.whole('client', client, 0)
+    if not (out / 'summary.json').exists():
+        begun = (out / 'config.json').exists()
+        raise FileNotFoundError(
+            f'the run in {out} has not been finished: go on with resume=True' if begun else f'{out} holds no run'
+        )
+    summary, config = pipeline.known(out / 'summary.json'), pipeline.known(out / 'config.json')
+    setting = Setting.among(config)
+    path = out / (pipeline.MODEL if client is None else pipeline.PERSONAL.format(client))
+    if not path.exists():
+        if client is None:
+            raise FileNotFoundError(f'{setting.label} has no generic model, so {out} has none: name a client')
+        held = (out / 'personal').exists()
+        raise FileNotFoundError(
+            f'{out} has no model of client {client}: it had {setting.clients} clients'
+            if held
+            else f'{out} has no personal models: ask for them with keep_personal=True, or --keep-personal'
+        )
+    algorithm, like = stage(setting, saving.about(path), personal=client is not None)
+    return Finished(setting, summary, algorithm, saving.load(path, algorithm, like))
+
+
+def stage(setting: Setting, about: dict[str, Any], personal: bool) -> tuple[Algorithm, State]:
+    """What predicts with a run's models, generic or personal, and a state of the kind that they are of."""
+    shape, dtype, classes = about['example']['shape'], about['example']['dtype'], about['num_classes']
+    x, y = np.zeros((classes, *shape), dtype), np.arange(classes, dtype=np.int32)
+    recipe = scene.build(setting, Dataset(x, y, x, y, classes, 'stand-in'))
+    clients = about['num_clients']
+
+    def begun(key: Array, data: FederatedData) -> tuple[State, Tree]:
+        """The state that the generic model is of, and the one that the clients' are."""
+        state = simulate.init(recipe.train, key, data)
+        if recipe.calibrate is not None:
+            state = simulate.join(recipe.calibrate, key, state.server, clients)
+        return state, state if recipe.personalize is None else recipe.enter(recipe.personalize, key, state, data)
+
+    def of(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    train = FederatedData(of((1, *shape), dtype), of((1,)), of((clients, 1)), of((clients,)), of((clients, classes)))
+    shapes = jax.eval_shape(begun, checks.seeded(0), train)[personal]
+    server = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), shapes.server)
+    own = jax.tree.map(lambda u: jnp.zeros((1, *u.shape[1:]), u.dtype), shapes.clients)  # one, whatever their number
+    return recipe.final if personal else recipe.calibrate or recipe.final, State(server, own)

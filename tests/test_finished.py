@@ -1,0 +1,93 @@
+"""Runs that are done: their models, read without their data."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from fedjax_nc import experiments, saving, simulate
+from fedjax_nc.experiments import Setting, command, recipes, scene
+
+DIGITS = {'dataset': 'digits', 'max_examples': 300, 'clients': 5, 'rounds': 2, 'local_epochs': 1, 'seed': 3}
+SETTING = Setting(**DIGITS, algorithm='fedavg')
+QUICK = (
+    'ccvr',
+    'fedloge',
+    'fedproto',
+    'fedrod',
+)  # a calibrated model, a stage with states of its own, no generic model
+METHODS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in recipes.RECIPES]
+
+
+@pytest.mark.parametrize('name', METHODS)
+def test_models_predict_as_the_summary_says(name, tmp_path):
+    setting = Setting(**DIGITS, algorithm=name, model='resnet20' if name == 'fedbn' else 'mlp')
+    summary = experiments.run(setting, tmp_path, progress=False, keep_personal=True)
+    dataset, _, tests = scene.load(setting)
+    recipe = scene.build(setting, dataset)
+    if recipe.generic:
+        run = experiments.load(tmp_path)
+        right = np.mean(np.argmax(run.predict(dataset.x_test), -1) == dataset.y_test)
+        assert right == pytest.approx(summary['global_accuracy'])
+        assert (run.setting, run.summary) == (setting, json.loads(json.dumps(summary)))
+    else:
+        with pytest.raises(FileNotFoundError, match=f'{name} has no generic model'):
+            experiments.load(tmp_path)
+    told = summary['clients']
+    for client in range(5):
+        x, y = (np.asarray(u)[np.asarray(tests.index)[client, : int(tests.size[client])]] for u in (tests.x, tests.y))
+        right = np.mean(np.argmax(experiments.load(tmp_path, client).predict(x), -1) == y)
+        assert told['tested'][client] == len(y)
+        assert right == pytest.approx(told['personal_accuracy'][client], abs=1e-6)
+
+
+def test_the_command_line_keeps_them_if_it_is_asked(tmp_path, capsys):
+    small = ['--dataset', 'digits', '--max-examples', '300', '--clients', '5', '--rounds', '1', '--algorithm', 'fedavg']
+    command.main([*small, '--out', str(tmp_path / 'some')])
+    assert not (tmp_path / 'some' / 'personal').exists()
+    command.main([*small, '--out', str(tmp_path / 'all'), '--keep-personal'])
+    assert sorted(path.name for path in (tmp_path / 'all' / 'personal').iterdir()) == [
+        f'{client}.safetensors' for client in range(5)
+    ]
+    said = saving.about(tmp_path / 'all' / 'personal' / '3.safetensors')
+    assert (said['client'], said['num_classes'], said['setting']['clients']) == (3, 10, 5)
+    with pytest.raises(FileNotFoundError, match='no personal models: ask for them with keep_personal=True'):
+        experiments.load(tmp_path / 'some', 3)
+    with pytest.raises(FileNotFoundError, match='has no model of client 5: it had 5 clients'):
+        experiments.load(tmp_path / 'all', 5)
+    with pytest.raises(ValueError, match='client must be'):
+        experiments.load(tmp_path / 'all', -1)
+
+
+def test_what_is_not_finished_is_said_to_be(tmp_path):
+    with pytest.raises(FileNotFoundError, match='holds no run'):
+        experiments.load(tmp_path)
+    experiments.run(SETTING, tmp_path, progress=False)
+    (tmp_path / 'summary.json').unlink()
+    with pytest.raises(FileNotFoundError, match='has not been finished: go on with resume=True'):
+        experiments.load(tmp_path)
+    experiments.run(SETTING, tmp_path, progress=False, resume=True)
+    assert experiments.load(tmp_path).setting == SETTING
+
+
+def test_damage_is_told(tmp_path):
+    experiments.run(SETTING, tmp_path / 'run', progress=False)
+    for name in ('model.safetensors', 'summary.json', 'config.json'):
+        shutil.copytree(tmp_path / 'run', tmp_path / name)
+        path = tmp_path / name / name
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(ValueError, match='is damaged'):
+            experiments.load(tmp_path / name)
+
+
+def test_one_goes_on_from_what_was_loaded(tmp_path):
+    """A run's model is the beginning of another training."""
+    experiments.run(SETTING, tmp_path, progress=False)
+    run = experiments.load(tmp_path)
+    dataset, train, _ = scene.load(SETTING)
+    recipe = scene.build(SETTING, dataset)
+    state = simulate.join(recipe.train, jax.random.key(0), run.saved.server, train.num_clients)
+    state, _ = simulate.make_round(recipe.train)(jax.random.key(1), state, train)
+    assert int(state.server.round) == 3
