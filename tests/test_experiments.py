@@ -332,6 +332,8 @@ def test_a_variant_of_personal_models_that_diverges_is_no_result():
 
 def test_personal_models_that_diverge_are_no_result(tmp_path, monkeypatch):
     kept = pipeline.Measures.personal
-    monkeypatch.setattr(pipeline.Measures, 'personal', lambda self, *args: (kept(self, *args)[0], False))
+    monkeypatch.setattr(
+        pipeline.Measures, 'personal', lambda self, *args: (kept(self, *args)[0], False, kept(self, *args)[2])
+    )
     with pytest.raises(training.DivergedError, match='personal models diverged'):
         experiments.run(Setting(**SMALL, algorithm='fedavg'), tmp_path, progress=False)
