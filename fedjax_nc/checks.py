@@ -9,6 +9,7 @@ import inspect
 import math
 import operator
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -339,6 +340,35 @@ def worked(client: Tree, out: Any) -> tuple[Tree, Tree, Info]:
             f'returns {found}'
         )
     return kept('`client`', client, out[0]), *out[1:]
+
+
+@contextlib.contextmanager
+def fitting(value: Algorithm, state: State, data: Any) -> Iterator[None]:
+    """Where an algorithm fails on a state that is likely another's, such as a stage on that of training, says so.
+
+    Args:
+      value: the algorithm.
+      state: what it is to work on.
+      data: its clients; with others than FederatedData only what clients keep is looked at.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        try:
+            own = [jax.eval_shape(value.init_client, jax.random.key(0), state.server)]
+            began = [state.clients]
+            if isinstance(data, FederatedData):
+                own.append(jax.eval_shape(value.init, jax.random.key(0), data))
+                began.append(state.server)
+            strange = str(jax.tree.structure(own)) != str(jax.tree.structure(began))
+        except Exception:  # whatever is raised by a function that is given what it does not know
+            strange = True
+        if strange:
+            error.add_note(
+                'The state looks like that of another algorithm: begin with simulate.init, or after training with '
+                'simulate.join(stage, key, state.server, num_clients)'
+            )
+        raise
 
 
 def kept(name: str, before: Tree, after: Tree) -> Tree:

@@ -93,7 +93,8 @@ def estimate(
         return algorithm.server(key, server, Aggregate(value, jnp.float32(1), jnp.float32(1)))
 
     client = jax.eval_shape(lambda clients: jax.tree.map(lambda u: u[0], clients), state.clients)
-    working, (new, message, _) = jax.make_jaxpr(work, return_shape=True)(key, state.server, data, client)
+    with checks.fitting(algorithm, state, data):
+        working, (new, message, _) = jax.make_jaxpr(work, return_shape=True)(key, state.server, data, client)
     summed = jax.eval_shape(partial, message)
     lane = _peak(working.jaxpr, len(jax.tree.leaves((key, state.server, data))), platform)
     # Of several lanes, one that is done waits with what it has beside what one more step would make of it.

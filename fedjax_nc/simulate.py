@@ -225,7 +225,8 @@ def make_round(
             checks.kind('data', data, FederatedData)
             ids = choose(cohort_key(key), population, cohort) if ids is None else named_cohort(ids, population)
             data = here(data)
-        server, clients, report = work(key, state.server, state.clients, data, ids, ids)
+        with checks.fitting(algorithm, state, data):
+            server, clients, report = work(key, state.server, state.clients, data, ids, ids)
         return State(server, clients), report
 
     return round

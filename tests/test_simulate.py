@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import aggregators, checks, classwise, local, losses, population, privacy, simulate
-from fedjax_nc.algorithms import fedavg, fedprox
+from fedjax_nc import aggregators, checks, classwise, local, losses, population, privacy, simulate, training
+from fedjax_nc.algorithms import fedavg, fedetf, fedprox, finetune, scaffold
 from fedjax_nc.base import State
 from fedjax_nc.data import federated, host
 
@@ -49,6 +49,36 @@ def test_state_of_another_population_is_refused(data):
     state = simulate.init(kept, toys.KEY, toys.ragged([20] * 5))
     with pytest.raises(ValueError, match='state has 5 clients and the data 8'):
         simulate.make_round(kept)(toys.KEY, state, data)
+
+
+@pytest.mark.parametrize(
+    ('name', 'make', 'missing'),
+    [
+        ('a stage', lambda: finetune.algorithm(toys.task, toys.opt), 'params'),
+        ('another server', lambda: scaffold.algorithm(toys.task, toys.opt), 'c'),
+        ('another head', lambda: fedetf.algorithm(toys.tiny, toys.opt), 'proj'),
+    ],
+)
+def test_an_error_on_a_state_of_another_algorithm_says_whence_it_may_come(data, name, make, missing):
+    algorithm, state = make(), simulate.init(fedavg.algorithm(toys.task, toys.opt), toys.KEY, data)
+    for work in (
+        lambda: simulate.make_round(algorithm)(toys.KEY, state, data),
+        lambda: simulate.compiled(simulate.make_round(algorithm))(toys.KEY, state, data),
+        lambda: training.run(algorithm, toys.KEY, state, data, rounds=1, progress=False),
+    ):
+        with pytest.raises((AttributeError, KeyError), match=f"'{missing}'") as raised:
+            work()
+        assert any('looks like that of another algorithm' in note for note in raised.value.__notes__)
+
+
+def test_an_error_of_an_algorithm_on_its_own_state_is_left_alone(data):
+    def client(key, server, client, shard):
+        raise KeyError('mine')
+
+    algorithm = fedavg.algorithm(toys.task, toys.opt)._replace(client=client)
+    with pytest.raises(KeyError, match='mine') as raised:
+        simulate.make_round(algorithm)(toys.KEY, simulate.init(algorithm, toys.KEY, data), data)
+    assert not any('another algorithm' in note for note in getattr(raised.value, '__notes__', ()))
 
 
 @pytest.mark.parametrize(
