@@ -124,6 +124,7 @@ class TestSetting:
         ('--alpha 0.5 --partition iid', '--partition dirichlet_draws'),
         ('--most-classes 4 --partition shards', '--partition uneven_classes'),
         ('--exponent 1', '--partition power_law'),
+        ('--min-size 5 --partition iid', '--partition dirichlet_draws'),
         ('--noise 0.2', '--features noisy'),
     ],
 )

@@ -101,11 +101,16 @@ def test_settings_have_it_in_training_and_local_tests():
     assert dataset.x_train.dtype == pictures.dtype
 
 
+DIRICHLET = ('', '_capped', '_draws', '_sizes')
+
+
 @pytest.mark.parametrize(
     ('changes', 'check'),
     [
         ({'partition': 'dirichlet_sizes', 'alpha': 0.5}, lambda n, c: n.max() > 3 * n.min()),
         ({'partition': 'power_law', 'exponent': 2.0}, lambda n, c: n.max() > n.sum() / 2),
+        ({'partition': 'power_law', 'exponent': 99.0, 'min_size': 31}, lambda n, c: sorted(n)[:11] == [31] * 11),
+        *(({'partition': f'dirichlet{kind}', 'min_size': 40}, lambda n, c: n.min() >= 40) for kind in DIRICHLET),
         (
             {'partition': 'uneven_classes', 'classes_per_client': 3, 'most_classes': 7},
             lambda n, c: (c.min(), c.max()) == (3, 7),

@@ -127,6 +127,7 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--classes-per-client', type=count, help='of shards, and the fewest of uneven_classes')
     parser.add_argument('--most-classes', type=count, help='of uneven_classes')
     parser.add_argument('--exponent', type=number(float, 0), help='of power_law')
+    parser.add_argument('--min-size', type=count, help='examples of the smallest client; of Dirichlet and power_law')
     parser.add_argument('--features', choices=list(FEATURES), help='whether clients see the same things differently')
     parser.add_argument('--noise', type=number(float, 0), help='largest variance of noisy features')
     parser.add_argument(
@@ -169,6 +170,7 @@ DEPENDENT = {
     'classes_per_client': ('partition', ('shards', 'uneven_classes')),
     'most_classes': ('partition', ('uneven_classes',)),
     'exponent': ('partition', ('power_law',)),
+    'min_size': ('partition', (*(name for name in PARTITIONS if name.startswith('dirichlet')), 'power_law')),
     'noise': ('features', ('noisy',)),
 }
 """Flags that matter only where another setting has one of these values."""

@@ -23,7 +23,7 @@ ETF: dict[str, dict[str, Any]] = {
 
 OF_DATA = (
     'dataset', 'loading', 'max_examples', 'imbalance', 'clients', 'partition', 'alpha', 'classes_per_client',
-    'most_classes', 'exponent', 'features', 'noise', 'tests', 'test_share', 'seed',
+    'most_classes', 'exponent', 'min_size', 'features', 'noise', 'tests', 'test_share', 'seed',
 )  # fmt: skip
 """Settings that `load` looks at."""
 

@@ -27,19 +27,21 @@ LOADERS: dict[str, Callable[..., data.Dataset]] = {
 }
 """What loads a file or folder of a user's own, by the end of its name."""
 PARTITIONS: dict[str, Callable[[np.ndarray, 'Setting'], Parts]] = {
-    'dirichlet': lambda y, s: data.dirichlet(y, s.clients, s.alpha, seed=s.seed),
-    'dirichlet_capped': lambda y, s: data.dirichlet_capped(y, s.clients, s.alpha, seed=s.seed),
-    'dirichlet_multiclass': lambda y, s: data.dirichlet_multiclass(y, s.clients, s.alpha, seed=s.seed),
-    'dirichlet_draws': lambda y, s: data.dirichlet_draws(y, s.clients, s.alpha, seed=s.seed),
+    'dirichlet': lambda y, s: data.dirichlet(y, s.clients, s.alpha, seed=s.seed, min_size=s.min_size),
+    'dirichlet_capped': lambda y, s: data.dirichlet_capped(y, s.clients, s.alpha, seed=s.seed, min_size=s.min_size),
+    'dirichlet_multiclass': lambda y, s: data.dirichlet_multiclass(
+        y, s.clients, s.alpha, seed=s.seed, min_size=s.min_size
+    ),
+    'dirichlet_draws': lambda y, s: data.dirichlet_draws(y, s.clients, s.alpha, seed=s.seed, min_size=s.min_size),
     'shards': lambda y, s: data.shards(y, s.clients, s.classes_per_client, seed=s.seed),
     'iid': lambda y, s: data.iid(y, s.clients, seed=s.seed),
-    'dirichlet_sizes': lambda y, s: data.dirichlet_sizes(y, s.clients, s.alpha, seed=s.seed),
-    'power_law': lambda y, s: data.power_law(y, s.clients, s.exponent, seed=s.seed),
+    'dirichlet_sizes': lambda y, s: data.dirichlet_sizes(y, s.clients, s.alpha, seed=s.seed, min_size=s.min_size),
+    'power_law': lambda y, s: data.power_law(y, s.clients, s.exponent, seed=s.seed, min_size=s.min_size),
     'uneven_classes': lambda y, s: data.uneven_classes(
         y, s.clients, (s.classes_per_client, s.most_classes), seed=s.seed
     ),
 }
-KNOBS = ('alpha', 'classes_per_client', 'most_classes', 'exponent')
+KNOBS = ('alpha', 'classes_per_client', 'most_classes', 'exponent', 'min_size')
 """Settings of which a partition of one's own is given those that it names."""
 
 
@@ -47,7 +49,7 @@ def partition(name: str) -> Callable[[np.ndarray, 'Setting'], Parts]:
     """The partition of a name in `PARTITIONS`, or of one's own: 'package.module:function', of a module to import.
 
     The function is `(labels [n], clients, *, seed, ...) -> parts`, as those of `data` are, and of `alpha`,
-    `classes_per_client`, `most_classes` and `exponent` it is given what it names.
+    `classes_per_client`, `most_classes`, `exponent` and `min_size` it is given what it names.
 
     Raises:
       ValueError: for another name, a module that cannot be imported, or what is no such function in it.
@@ -196,6 +198,7 @@ class Setting(Plain):
     classes_per_client: int = 2  #: Of 'shards', and the fewest of 'uneven_classes'.
     most_classes: int = 5  #: Of 'uneven_classes'.
     exponent: float = 1.0  #: Of 'power_law'.
+    min_size: int = 10  #: Examples of the smallest client; of Dirichlet partitions and 'power_law'.
     #: How clients and their 'split' tests see their examples. 'same' is as they are, 'rotated' by quarter turns,
     #: 'noisy' with noise, the more the higher the client's number.
     features: str = 'same'
@@ -321,6 +324,7 @@ class Setting(Plain):
             'clients',
             'classes_per_client',
             'most_classes',
+            'min_size',
             'batch_size',
             'local_epochs',
             'rounds',
