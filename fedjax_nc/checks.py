@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from fedjax_nc._differences import reshaped
+from fedjax_nc._differences import reshaped, restructured
 from fedjax_nc.base import Aggregator, Algorithm, Array, FederatedData, Head, Info, Model, Objective, State, Tree
 
 MOST_CLASSES = 2**20
@@ -343,32 +343,37 @@ def worked(client: Tree, out: Any) -> tuple[Tree, Tree, Info]:
 
 
 @contextlib.contextmanager
-def fitting(value: Algorithm, state: State, data: Any) -> Iterator[None]:
+def fitting(value: Algorithm, state: State, data: FederatedData) -> Iterator[None]:
     """Where an algorithm fails on a state that is likely another's, such as a stage on that of training, says so.
 
     Args:
       value: the algorithm.
-      state: what it is to work on.
-      data: its clients; with others than FederatedData only what clients keep is looked at.
+      state: what it is to work on; of the clients whichever there are.
+      data: the clients, or some of them.
     """
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        try:
-            own = [jax.eval_shape(value.init_client, jax.random.key(0), state.server)]
-            began = [state.clients]
-            if isinstance(data, FederatedData):
-                own.append(jax.eval_shape(value.init, jax.random.key(0), data))
-                began.append(state.server)
-            strange = str(jax.tree.structure(own)) != str(jax.tree.structure(began))
-        except Exception:  # whatever is raised by a function that is given what it does not know
-            strange = True
-        if strange:
+    except (AttributeError, KeyError, TypeError) as error:
+        if strange(value, state, data):
             error.add_note(
                 'The state looks like that of another algorithm: begin with simulate.init, or after training with '
                 'simulate.join(stage, key, state.server, num_clients)'
             )
         raise
+
+
+def strange(value: Algorithm, state: State, data: FederatedData) -> bool:
+    """Whether an algorithm would begin with states of another structure."""
+    random = jax.random.key(0)
+    try:
+        if restructured(jax.eval_shape(value.init_client, random, state.server), state.clients):
+            return True
+    except Exception:  # whatever is raised by a function that is given what it does not know
+        return True
+    try:
+        return bool(restructured(jax.eval_shape(value.init, random, data), state.server))
+    except Exception:  # which says nothing of the state
+        return False
 
 
 def kept(name: str, before: Tree, after: Tree) -> Tree:

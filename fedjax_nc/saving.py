@@ -86,7 +86,7 @@ def load(path: str | Path, algorithm: Algorithm, like: State | None = None) -> S
         path: the file.
         algorithm: as it was saved with: the same model, head and method.
         like: a state of the kind that was saved, by `simulate.join` for instance, where `algorithm.init` makes another:
-            stages that follow training.
+            stages that follow training. Shapes will do.
 
     Returns:
         The states, of the shapes and types that `algorithm` gives them, and the description.
@@ -286,33 +286,45 @@ def _read(path: Path, arrays: bool = True) -> tuple[dict[str, np.ndarray], dict[
 
 def _shapes(algorithm: Algorithm, about: dict[str, Any], like: State | None) -> tuple[Tree, Tree | None]:
     """The shapes of the states that a file describes."""
-
-    def of(shape: Sequence[int], dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(tuple(shape), dtype)
-
-    try:
-        example, clients, classes = about['example'], about['num_clients'], about['num_classes']
-        for name, number in {'num_clients': clients, 'num_classes': classes}.items():
-            checks.whole(name, number)
-        for number in example['shape']:
-            checks.whole('the shape of an example', number, 0)
-        if max(clients, classes, *example['shape']) >= 2**31:
-            raise ValueError('its sizes are beyond counting')
-        data = FederatedData(
-            of((1, *example['shape']), example['dtype']), of((1,)), of((clients, 1)), of((clients,)),
-            of((clients, classes)),
-        )  # fmt: skip
-        personal = about['client'] is not None
-        jnp.zeros(0, data.x.dtype)  # a type that jax has
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f'the description of the file is damaged: {" ".join(str(error).split())}') from error
+    data = clients(about)
+    personal = about['client'] is not None
     if like is not None:
         checks.kind('like', like, State)
-        clients = like.clients.take(np.zeros(1, int)) if isinstance(like.clients, population.Store) else like.clients
-        return jax.eval_shape(lambda: (like.server, jax.tree.map(lambda u: u[0], clients) if personal else None))
+        held = like.clients.take(np.zeros(1, int)) if isinstance(like.clients, population.Store) else like.clients
+        return jax.eval_shape(
+            lambda server, held: (server, jax.tree.map(lambda u: u[0], held) if personal else None), like.server, held
+        )
     key = jax.random.key(0)
     try:
         server = jax.eval_shape(algorithm.init, key, data)
         return server, jax.eval_shape(algorithm.init_client, key, server) if personal else None
     except ValueError as error:
         raise ValueError(f'{error}; or hand over a state of the kind that was saved as `like`') from error
+
+
+def clients(about: dict[str, Any]) -> FederatedData:
+    """The clients that a file of `save` describes, as shapes: one example, as many clients and classes as there were.
+
+    Args:
+        about: what it says of itself.
+
+    Raises:
+        ValueError: if the description is damaged.
+    """
+
+    def of(shape: Sequence[int], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+    try:
+        example, number, classes, _ = (about[name] for name in ('example', 'num_clients', 'num_classes', 'client'))
+        for name, value in {'num_clients': number, 'num_classes': classes}.items():
+            checks.whole(name, value)
+        for side in example['shape']:
+            checks.whole('the shape of an example', side, 0)
+        if max(number, classes, *example['shape']) >= 2**31:
+            raise ValueError('its sizes are beyond counting')
+        x = of((1, *example['shape']), example['dtype'])
+        jnp.zeros(0, x.dtype)  # a type that jax has
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f'the description of the file is damaged: {" ".join(str(error).split())}') from error
+    return FederatedData(x, of((1,)), of((number, 1)), of((number,)), of((number, classes)))

@@ -225,8 +225,7 @@ def make_round(
             checks.kind('data', data, FederatedData)
             ids = choose(cohort_key(key), population, cohort) if ids is None else named_cohort(ids, population)
             data = here(data)
-        with checks.fitting(algorithm, state, data):
-            server, clients, report = work(key, state.server, state.clients, data, ids, ids)
+        server, clients, report = work(key, state.server, state.clients, data, ids, ids)
         return State(server, clients), report
 
     return round
@@ -342,7 +341,13 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
             server, held = devices.settled(mesh, server, held)
         return server, held, _report(server, ids, info, broken, paid)
 
-    return work
+    def told(
+        key: Array, server: Tree, held: Tree, data: FederatedData | Part, ids: Array, rows: Array
+    ) -> tuple[Tree, Tree, Report]:
+        with checks.fitting(algorithm, State(server, held), data.data if isinstance(data, Part) else data):
+            return work(key, server, held, data, ids, rows)
+
+    return told
 
 
 def cohort_key(key: Array) -> Array:

@@ -47,18 +47,19 @@ def test_the_command_line_keeps_them_if_it_is_asked(tmp_path, capsys):
     small = ['--dataset', 'digits', '--max-examples', '300', '--clients', '5', '--rounds', '1', '--algorithm', 'fedavg']
     command.main([*small, '--out', str(tmp_path / 'some')])
     assert not (tmp_path / 'some' / 'personal').exists()
-    command.main([*small, '--out', str(tmp_path / 'all'), '--keep-personal'])
-    assert sorted(path.name for path in (tmp_path / 'all' / 'personal').iterdir()) == [
+    every = tmp_path / 'all {1}'  # no place for a number
+    command.main([*small, '--out', str(every), '--keep-personal'])
+    assert sorted(path.name for path in (every / 'personal').iterdir()) == [
         f'{client}.safetensors' for client in range(5)
     ]
-    said = saving.about(tmp_path / 'all' / 'personal' / '3.safetensors')
+    said = saving.about(every / 'personal' / '3.safetensors')
     assert (said['client'], said['num_classes'], said['setting']['clients']) == (3, 10, 5)
     with pytest.raises(FileNotFoundError, match='no personal models: ask for them with keep_personal=True'):
         experiments.load(tmp_path / 'some', 3)
     with pytest.raises(FileNotFoundError, match='has no model of client 5: it had 5 clients'):
-        experiments.load(tmp_path / 'all', 5)
+        experiments.load(every, 5)
     with pytest.raises(ValueError, match='client must be'):
-        experiments.load(tmp_path / 'all', -1)
+        experiments.load(every, -1)
 
 
 def test_what_is_not_finished_is_said_to_be(tmp_path):
@@ -80,6 +81,9 @@ def test_damage_is_told(tmp_path):
         path.write_bytes(path.read_bytes()[:-20])
         with pytest.raises(ValueError, match='is damaged'):
             experiments.load(tmp_path / name)
+    (tmp_path / 'run' / 'model.safetensors').unlink()
+    with pytest.raises(FileNotFoundError, match=r'model\.safetensors is gone'):
+        experiments.load(tmp_path / 'run')
 
 
 def test_one_goes_on_from_what_was_loaded(tmp_path):

@@ -52,19 +52,24 @@ def test_state_of_another_population_is_refused(data):
 
 
 @pytest.mark.parametrize(
-    ('name', 'make', 'missing'),
+    ('make', 'missing'),
     [
-        ('a stage', lambda: finetune.algorithm(toys.task, toys.opt), 'params'),
-        ('another server', lambda: scaffold.algorithm(toys.task, toys.opt), 'c'),
-        ('another head', lambda: fedetf.algorithm(toys.tiny, toys.opt), 'proj'),
+        (lambda: finetune.algorithm(toys.task, toys.opt), 'params'),  # a stage on that of training
+        (lambda: scaffold.algorithm(toys.task, toys.opt), 'c'),
+        (lambda: fedetf.algorithm(toys.tiny, toys.opt), 'proj'),  # another head
     ],
 )
-def test_an_error_on_a_state_of_another_algorithm_says_whence_it_may_come(data, name, make, missing):
+def test_an_error_on_a_state_of_another_algorithm_says_whence_it_may_come(data, make, missing):
     algorithm, state = make(), simulate.init(fedavg.algorithm(toys.task, toys.opt), toys.KEY, data)
     for work in (
         lambda: simulate.make_round(algorithm)(toys.KEY, state, data),
         lambda: simulate.compiled(simulate.make_round(algorithm))(toys.KEY, state, data),
         lambda: training.run(algorithm, toys.KEY, state, data, rounds=1, progress=False),
+        lambda: population.make_round(algorithm)(
+            toys.KEY,
+            State(state.server, population.init(fedavg.algorithm(toys.task, toys.opt), toys.KEY, data).clients),
+            data,
+        ),
     ):
         with pytest.raises((AttributeError, KeyError), match=f"'{missing}'") as raised:
             work()

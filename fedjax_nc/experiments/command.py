@@ -22,12 +22,15 @@ from fedjax_nc.experiments import networks, pipeline, recipes
 from fedjax_nc.experiments.setting import (
     DATASETS,
     FEATURES,
+    KNOBS,
     LOADERS,
     NATURAL,
     PARTITIONS,
     TESTS,
     Setting,
     described,
+    knobs,
+    partition,
 )
 
 IMBALANCE = (
@@ -166,11 +169,7 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
 
 
 DEPENDENT = {
-    'alpha': ('partition', tuple(name for name in PARTITIONS if name.startswith('dirichlet'))),
-    'classes_per_client': ('partition', ('shards', 'uneven_classes')),
-    'most_classes': ('partition', ('uneven_classes',)),
-    'exponent': ('partition', ('power_law',)),
-    'min_size': ('partition', (*(name for name in PARTITIONS if name.startswith('dirichlet')), 'power_law')),
+    **{knob: ('partition', tuple(name for name, made in PARTITIONS.items() if knob in knobs(made))) for knob in KNOBS},
     'noise': ('features', ('noisy',)),
 }
 """Flags that matter only where another setting has one of these values."""
@@ -192,7 +191,9 @@ def setting_of(args: argparse.Namespace) -> Setting:
         given[several] = {name: value for part in given[several] for name, value in part.items()}
     setting = Setting.of({**base, **given})
     for name, (chosen, known) in DEPENDENT.items():
-        if name in given and (has := getattr(setting, chosen)) not in known and ':' not in has:
+        if name in given and (has := getattr(setting, chosen)) not in known:
+            if ':' in has and name in knobs(partition(has)):  # of one's own
+                continue
             flag = f'--{name.replace("_", "-")}'
             raise ValueError(f'{flag} changes nothing with {chosen} {has}: it is for {", ".join(known)}')
     return setting

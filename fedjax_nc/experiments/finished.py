@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_nc import checks, saving, simulate
-from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
+from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.data import Dataset
 from fedjax_nc.experiments import pipeline, scene
 from fedjax_nc.experiments.setting import Setting
@@ -67,36 +66,30 @@ def load(out: str | Path, client: int | None = None) -> Finished:
     path = out / (pipeline.MODEL if client is None else pipeline.PERSONAL.format(client))
     if not path.exists():
         if client is None:
-            raise FileNotFoundError(f'{setting.label} has no generic model, so {out} has none: name a client')
-        held = (out / 'personal').exists()
-        raise FileNotFoundError(
-            f'{out} has no model of client {client}: it had {setting.clients} clients'
-            if held
-            else f'{out} has no personal models: ask for them with keep_personal=True, or --keep-personal'
-        )
+            none = 'global_accuracy' not in summary
+            said = f'{setting.label} has no generic model: name a client' if none else f'{path} is gone'
+        elif path.parent.exists():
+            said = f'{out} has no model of client {client}: it had {setting.clients} clients'
+        else:
+            said = f'{out} has no personal models: ask for them with keep_personal=True, or --keep-personal'
+        raise FileNotFoundError(said)
     algorithm, like = stage(setting, saving.about(path), personal=client is not None)
     return Finished(setting, summary, algorithm, saving.load(path, algorithm, like))
 
 
 def stage(setting: Setting, about: dict[str, Any], personal: bool) -> tuple[Algorithm, State]:
-    """What predicts with a run's models, generic or personal, and a state of the kind that they are of."""
-    shape, dtype, classes = about['example']['shape'], about['example']['dtype'], about['num_classes']
+    """What predicts with a run's models, generic or personal, and the shapes of the state that they are of."""
+    train = saving.clients(about)
+    classes, shape, dtype = train.num_classes, train.x.shape[1:], train.x.dtype
     x, y = np.zeros((classes, *shape), dtype), np.arange(classes, dtype=np.int32)
     recipe = scene.build(setting, Dataset(x, y, x, y, classes, 'stand-in'))
-    clients = about['num_clients']
 
-    def begun(key: Array, data: FederatedData) -> tuple[State, Tree]:
-        """The state that the generic model is of, and the one that the clients' are."""
+    def begun(key: Array, data: FederatedData) -> State:
+        """The state that the generic model is of, or the one that the clients' are."""
         state = simulate.init(recipe.train, key, data)
         if recipe.calibrate is not None:
-            state = simulate.join(recipe.calibrate, key, state.server, clients)
-        return state, state if recipe.personalize is None else recipe.enter(recipe.personalize, key, state, data)
+            state = simulate.join(recipe.calibrate, key, state.server, data.num_clients)
+        return recipe.enter(recipe.personalize, key, state, data) if personal and recipe.personalize else state
 
-    def of(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    train = FederatedData(of((1, *shape), dtype), of((1,)), of((clients, 1)), of((clients,)), of((clients, classes)))
-    shapes = jax.eval_shape(begun, checks.seeded(0), train)[personal]
-    server = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), shapes.server)
-    own = jax.tree.map(lambda u: jnp.zeros((1, *u.shape[1:]), u.dtype), shapes.clients)  # one, whatever their number
-    return recipe.final if personal else recipe.calibrate or recipe.final, State(server, own)
+    state = jax.eval_shape(begun, checks.seeded(0), train)
+    return recipe.final if personal else recipe.calibrate or recipe.final, state

@@ -51,10 +51,7 @@ def named(name: str) -> Any:
     Raises:
       ValueError: for another name, a module that cannot be imported, or what is none of these.
     """
-    if not isinstance(name, str) or (name not in MODELS and ':' not in name):
-        possible = ', '.join(MODELS)
-        raise ValueError(f"model must be one of {possible}, or 'module:attribute', not {checks.shown(name)}")
-    if name in MODELS:
+    if not own.is_own('model', name, MODELS):
         return MODELS[name]
     found = own.attribute('model', name)
     if not (isinstance(found, Model | nn.Module) or (callable(found) and found is not Model)):

@@ -2,12 +2,32 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fedjax_nc import checks
 from fedjax_nc._differences import in_one_line
 from fedjax_nc.experiments import provenance
+
+
+def is_own(what: str, name: str, known: Iterable[str], kind: str = 'attribute') -> bool:
+    """Whether a name is one of a user's own, and not one of the library's.
+
+    Args:
+      what: what is named, for messages.
+      name: one of `known`, or 'package.module:attribute'.
+      known: the library's names.
+      kind: what the attribute is, for messages.
+
+    Raises:
+      ValueError: for a name that is neither.
+    """
+    if isinstance(name, str) and name in (known := tuple(known)):
+        return False
+    if not isinstance(name, str) or ':' not in name:
+        possible = ', '.join(known)
+        raise ValueError(f"{what} must be one of {possible}, or 'module:{kind}', not {checks.shown(name)}")
+    return True
 
 
 def attribute(what: str, name: str) -> Any:

@@ -268,7 +268,7 @@ def conclude(
         algorithm, state = own[0], jax.device_get(own[1])
         (out / PERSONAL).parent.mkdir(exist_ok=True)
         for client in range(setting.clients):
-            save(str(out / PERSONAL).format(client), algorithm, state, client=client)
+            save(out / PERSONAL.format(client), algorithm, state, client=client)
     write(out / 'config.json', config)  # a resumed run may be longer than it was begun
     write(out / 'seconds.json', clock.seconds)
     write(out / 'summary.json', summary)

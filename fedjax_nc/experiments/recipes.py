@@ -483,10 +483,7 @@ def named(name: str) -> Method:
     Raises:
       ValueError: for another name, a module that cannot be imported, or what is neither in it.
     """
-    if not isinstance(name, str) or (name not in RECIPES and ':' not in name):
-        possible = ', '.join(RECIPES)
-        raise ValueError(f"algorithm must be one of {possible}, or 'module:factory', not {checks.shown(name)}")
-    if name in RECIPES:
+    if not own.is_own('algorithm', name, RECIPES, 'factory'):
         return RECIPES[name]
     made = own.attribute('algorithm', name)
     if isinstance(made, Method):

@@ -15,7 +15,7 @@ from fedjax_nc.base import FederatedData
 from fedjax_nc.data import containers, hub, images
 from fedjax_nc.data.partition import Parts
 from fedjax_nc.experiments import networks, recipes
-from fedjax_nc.experiments.setting import FEATURES, LOADERS, NATURAL, PIXELS, Setting, partition
+from fedjax_nc.experiments.setting import FEATURES, LOADERS, NATURAL, PIXELS, Setting, divided
 
 ETF: dict[str, dict[str, Any]] = {
     'cnn': {'dim': 64, 'scale': 10.0}
@@ -72,7 +72,7 @@ def load(setting: Setting, data_dir: str | Path | None = None, host: bool = Fals
     if setting.partition == NATURAL:
         owners, parts = drawn(dataset, setting)
     else:
-        parts = partition(setting.partition)(dataset.y_train, setting)
+        parts = divided(dataset.y_train, setting)
     pool = FEATURES[setting.features](dataset.x_train, parts, setting)
     clients = data.federate(pool, dataset.y_train, parts, dataset.num_classes, host=host)
     x, y = dataset.x_test, dataset.y_test

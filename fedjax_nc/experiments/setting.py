@@ -26,26 +26,32 @@ LOADERS: dict[str, Callable[..., data.Dataset]] = {
     '/': data.load_folder,
 }
 """What loads a file or folder of a user's own, by the end of its name."""
-PARTITIONS: dict[str, Callable[[np.ndarray, 'Setting'], Parts]] = {
-    'dirichlet': lambda y, s: data.dirichlet(y, s.clients, s.alpha, seed=s.seed, min_size=s.min_size),
-    'dirichlet_capped': lambda y, s: data.dirichlet_capped(y, s.clients, s.alpha, seed=s.seed, min_size=s.min_size),
-    'dirichlet_multiclass': lambda y, s: data.dirichlet_multiclass(
-        y, s.clients, s.alpha, seed=s.seed, min_size=s.min_size
-    ),
-    'dirichlet_draws': lambda y, s: data.dirichlet_draws(y, s.clients, s.alpha, seed=s.seed, min_size=s.min_size),
-    'shards': lambda y, s: data.shards(y, s.clients, s.classes_per_client, seed=s.seed),
-    'iid': lambda y, s: data.iid(y, s.clients, seed=s.seed),
-    'dirichlet_sizes': lambda y, s: data.dirichlet_sizes(y, s.clients, s.alpha, seed=s.seed, min_size=s.min_size),
-    'power_law': lambda y, s: data.power_law(y, s.clients, s.exponent, seed=s.seed, min_size=s.min_size),
-    'uneven_classes': lambda y, s: data.uneven_classes(
-        y, s.clients, (s.classes_per_client, s.most_classes), seed=s.seed
-    ),
-}
+NATURAL = 'natural'  # each client has the examples that are its own, and may have test examples
+
+
+def uneven_classes(labels: np.ndarray, clients: int, classes_per_client: int, most_classes: int, *, seed: int) -> Parts:
+    """That of `data`, whose range of classes is two settings."""
+    return data.uneven_classes(labels, clients, (classes_per_client, most_classes), seed=seed)
+
+
+PARTITIONS: dict[str, Callable[..., Parts]] = {
+    function.__name__: function
+    for function in (
+        data.dirichlet, data.dirichlet_capped, data.dirichlet_multiclass, data.dirichlet_draws, data.shards, data.iid,
+        data.dirichlet_sizes, data.power_law, uneven_classes,
+    )
+}  # fmt: skip
 KNOBS = ('alpha', 'classes_per_client', 'most_classes', 'exponent', 'min_size')
-"""Settings of which a partition of one's own is given those that it names."""
+"""Settings that a partition is given where it has an argument of that name."""
 
 
-def partition(name: str) -> Callable[[np.ndarray, 'Setting'], Parts]:
+def knobs(function: Callable[..., Any]) -> list[str]:
+    """Those of `KNOBS` that a partition takes."""
+    names, several = own.takes(function)
+    return [knob for knob in KNOBS if knob in names or several]
+
+
+def partition(name: str) -> Callable[..., Parts]:
     """The partition of a name in `PARTITIONS`, or of one's own: 'package.module:function', of a module to import.
 
     The function is `(labels [n], clients, *, seed, ...) -> parts`, as those of `data` are, and of `alpha`,
@@ -54,24 +60,27 @@ def partition(name: str) -> Callable[[np.ndarray, 'Setting'], Parts]:
     Raises:
       ValueError: for another name, a module that cannot be imported, or what is no such function in it.
     """
-    if not isinstance(name, str) or (name not in PARTITIONS and ':' not in name):
-        possible = ', '.join((*PARTITIONS, NATURAL))
-        raise ValueError(f"partition must be one of {possible}, or 'module:function', not {checks.shown(name)}")
-    if name in PARTITIONS:
+    if not own.is_own('partition', name, (*PARTITIONS, NATURAL), 'function'):
         return PARTITIONS[name]
-    function = own.attribute('partition', name)
-    names, several = own.takes(function)
-    knobs = [knob for knob in KNOBS if knob in names or several]
-    checks.called(f'partition {name}', function, 'labels, clients', 'data.iid', by_name=('seed', *knobs))
+    function: Callable[..., Parts] = own.attribute('partition', name)
+    checks.called(f'partition {name}', function, 'labels, clients', 'data.iid', by_name=('seed', *knobs(function)))
+    return function
 
-    def parts(labels: np.ndarray, s: 'Setting') -> Parts:
-        try:
-            found: Parts = function(labels, s.clients, seed=s.seed, **{knob: getattr(s, knob) for knob in knobs})
-        except Exception as error:  # whatever a function of somebody else's raises
-            raise ValueError(f'partition {name}: {in_one_line(error)}') from error
-        return found
 
-    return parts
+def divided(labels: np.ndarray, setting: 'Setting') -> Parts:
+    """The rows of each client, as the setting's partition has them.
+
+    Raises:
+      ValueError: as the partition, and for whatever one of a user's own raises.
+    """
+    function = partition(setting.partition)
+    given = {knob: getattr(setting, knob) for knob in knobs(function)}
+    try:
+        return function(labels, setting.clients, seed=setting.seed, **given)
+    except Exception as error:
+        if setting.partition in PARTITIONS:
+            raise
+        raise ValueError(f'partition {setting.partition}: {in_one_line(error)}') from error
 
 
 FEATURES: dict[str, Callable[[Any, Parts, 'Setting'], Any]] = {
@@ -80,7 +89,6 @@ FEATURES: dict[str, Callable[[Any, Parts, 'Setting'], Any]] = {
     'noisy': lambda x, parts, s: data.add_noise(x, parts, s.noise, seed=s.seed),
 }
 """How clients see their examples."""
-NATURAL = 'natural'  # each client has the examples that are its own, and may have test examples
 MODEL = {'cifar10': 'resnet20', 'cifar100': 'resnet20', 'digits': 'mlp'}
 LR = {'cifar10': 0.04, 'cifar100': 0.01, 'digits': 0.02}
 
@@ -274,8 +282,8 @@ class Setting(Plain):
         }
         kind = self.own
         if kind is None and self.dataset not in DATASETS:
-            possible, own = ', '.join(DATASETS), ', '.join(f'NAME{end}' for end in LOADERS)
-            raise ValueError(f'dataset must be one of {possible}, or {own}, not {checks.shown(self.dataset)}')
+            possible, files = ', '.join(DATASETS), ', '.join(f'NAME{end}' for end in LOADERS)
+            raise ValueError(f'dataset must be one of {possible}, or {files}, not {checks.shown(self.dataset)}')
         if not isinstance(self.loading, Mapping) or not all(isinstance(name, str) for name in self.loading):
             raise ValueError(f'loading must name arguments of what loads a data set, not {checks.shown(self.loading)}')
         if self.loading and kind is None:
@@ -291,10 +299,7 @@ class Setting(Plain):
             ('loss', recipes.LOSSES, recipes.own_loss),
         ):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or (value not in every and ':' not in value)):
-                possible = ', '.join(every)
-                raise ValueError(f"{name} must be one of {possible}, or 'module:attribute', not {checks.shown(value)}")
-            if value is not None and value not in every:
+            if value is not None and own.is_own(name, value, every):
                 mine(value)
         if self.partition not in (None, NATURAL):
             partition(self.partition)
