@@ -16,6 +16,7 @@ from flax import nnx
 from fedjax_nc import data, evaluate, local, models, saving, simulate, training
 from fedjax_nc.algorithms import fedetf
 from fedjax_nc.base import Model
+from fedjax_nc.experiments import command
 
 WIDTHS = (32, 64, 128)
 
@@ -107,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    command.script(main, 'own_model.py', resume=None)  # errors in a line; the same command goes on

@@ -38,6 +38,7 @@ from fedjax_nc import data, evaluate, frames, heads, local, losses, models, plot
 from fedjax_nc.algorithms import ccvr, fedavg, fedloge, fednh
 from fedjax_nc.base import Algorithm, Array, Batch, FederatedData, Model
 from fedjax_nc.data import images
+from fedjax_nc.experiments import command
 from fedjax_nc.metrics import degeneration, semantics, similarity
 from fedjax_nc.models import layers
 from fedjax_nc.objective import objective
@@ -93,7 +94,7 @@ def load(args: argparse.Namespace, least: int = 2, most: int = 10_000) -> data.D
     folder = Path(name).expanduser()
     source = data.load_folder(folder) if folder.is_dir() else data.load_dataset(name, args.data_dir)
     if not least <= source.num_classes <= most:
-        raise SystemExit(f'{name} has {source.num_classes} classes: this figure is for {least} to {most}')
+        raise ValueError(f'{name} has {source.num_classes} classes: this figure is for {least} to {most}')
     return source
 
 
@@ -518,4 +519,4 @@ def main(argv: list[str] | None = None) -> list[Path]:
 
 
 if __name__ == '__main__':
-    main()
+    command.script(main, 'paper_figures.py', resume=None)

@@ -131,7 +131,9 @@ def begun(files: Files, state: State, key: Array, rounds: int, resume: bool) -> 
     """
     if not resume:
         if files.begun():
-            raise ValueError(f'{files.out} already holds a run: resume it, or choose another directory')
+            raise ValueError(
+                f'{files.out} already holds a run: resume it (--resume, `resume=True`), or choose another directory'
+            )
         return [], state
     history, state = files.restore(state, key)
     if len(history) > rounds:

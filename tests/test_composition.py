@@ -129,12 +129,16 @@ STAND_STILL = {  # on the server
 }
 
 PAIRS = [pair for pair in itertools.product(ALGORITHMS, HEADS) if pair not in REFUSED]
-TABLE = [(*pair, loss) for pair in PAIRS for loss in (['its own'] if pair[0] in WITH_OWN_LOSS else LOSSES)]
-# Each algorithm with each head and each loss; of the combinations of both, half are for those with more time.
-TABLE = [
-    pytest.param(*row, marks=pytest.mark.slow if i % 4 in (1, 2) and row[2] in LOSSES else ())
-    for i, row in enumerate(TABLE)
-]
+ROWS = [(*pair, loss) for pair in PAIRS for loss in (['its own'] if pair[0] in WITH_OWN_LOSS else LOSSES)]
+
+
+def quick(name, head, loss):
+    """One row of each algorithm, heads and losses in turns: the whole table is for those with more time."""
+    turn, rows = [*ALGORITHMS].index(name), [row for row in ROWS if row[0] == name]
+    return (name, head, loss) == rows[3 * turn % len(rows)]
+
+
+TABLE = [pytest.param(*row, marks=() if quick(*row) else pytest.mark.slow) for row in ROWS]
 
 
 METHODS = {  # those that take another as their base

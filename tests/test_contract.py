@@ -115,7 +115,22 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(params=ALGORITHMS, scope='module')
+VARIANTS = (  # of algorithms in the list: for those with more time
+    'fedavg, momentum kept',
+    'fedavg, body only',
+    'fedprox + etf',
+    'fedetf + gmv',
+    'scaffold, option I, by examples',
+    'fedrod, joint network',
+    'fedyogi',
+    'fedavg, krum',
+)
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in ALGORITHMS],
+    scope='module',
+)
 def name(request):
     return request.param
 

@@ -187,7 +187,7 @@ def test_partitions_by_name(partition):
 def test_a_run_that_is_there_is_not_overwritten_nor_resumed_with_other_settings(tmp_path):
     setting = Setting(**SMALL, algorithm='fedavg')
     experiments.run(setting, tmp_path, progress=False)
-    with pytest.raises(ValueError, match='already holds a run: resume it'):
+    with pytest.raises(ValueError, match=r'already holds a run: resume it .--resume'):
         experiments.run(setting, tmp_path)
     with pytest.raises(ValueError, match=r'alpha was 0.1 and is now 7.0'):
         experiments.run(dataclasses.replace(setting, alpha=7.0), tmp_path, resume=True)

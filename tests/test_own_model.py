@@ -1,6 +1,7 @@
 """The example of a whole program on a model and images of one's own."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,3 +34,21 @@ def test_a_model_of_another_library_learns_a_folder_of_images(library, tmp_path,
     assert max(float(general), float(personal)) > 0.6
     names = {'general.safetensors', 'client-3.safetensors', 'general.jax', 'client-3.jax', 'general.jax.json'}
     assert names < {path.name for path in out.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ('words', 'said'),
+    [
+        (['own_model.py', 'absent'], 'absent is not there: give a folder of images'),
+        (['paper_figures.py', 'ccvr', '--data', 'empty'], 'empty has no images in train/ or test/'),
+    ],
+)
+def test_a_wrong_folder_ends_a_program_in_one_line(words, said, tmp_path):
+    (tmp_path / 'empty').mkdir()
+    done = subprocess.run(
+        [sys.executable, ROOT / 'examples' / words[0], *words[1:]],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, '')
+    assert done.stderr.startswith(f'{words[0]}: error: {said}')
+    assert len(done.stderr.splitlines()) == 1

@@ -127,7 +127,7 @@ def test_multiclass_statistics(beta, smallest, median, largest, std, fewest, mea
 
 
 def test_multiclass_gives_up_with_advice():
-    with pytest.raises(RuntimeError, match='raise `alpha`'):
+    with pytest.raises(ValueError, match='raise `alpha`'):
         partition.dirichlet_multiclass(BALANCED[::50], 100, 0.01, seed=0, min_size=2, attempts=5)
     with pytest.raises(ValueError, match='two classes'):
         partition.dirichlet_multiclass(np.zeros(100, int), 4, 1.0, seed=0)

@@ -98,8 +98,8 @@ def dirichlet_multiclass(
     arguments and the result are those of `dirichlet`; `alpha` is beta in the paper.
 
     Raises:
-        ValueError: as `dirichlet`, or if all labels are of one class, or there are fewer than 2 K examples.
-        RuntimeError: if no draw was good enough.
+        ValueError: as `dirichlet`, or if all labels are of one class, there are fewer than 2 K examples, or no draw was
+            good enough.
     """
     min_size, attempts = checks.static('`min_size`', min_size, 0), checks.static('`attempts`', attempts)
     labels, clients, seed, _ = _checked(labels, clients, seed, max(min_size, 2))
@@ -122,7 +122,7 @@ def dirichlet_multiclass(
             classes += sizes > 0
         if held.min() >= min_size and classes.min() >= 2:
             return _lists(rng, owner, clients)
-    raise RuntimeError(
+    raise ValueError(
         f'no draw in {attempts} gave each of {clients} clients {min_size} examples of two classes; '
         'raise `alpha`, or lower `clients` or `min_size`, or use `dirichlet`, which moves examples instead.'
     )

@@ -347,7 +347,7 @@ def settle(setting: Setting, out: Path, resume: bool) -> None:
     if not path.exists():
         return
     if not resume:
-        raise ValueError(f'{out} already holds a run: resume it, or choose another directory')
+        raise ValueError(f'{out} already holds a run: resume it (--resume, `resume=True`), or choose another directory')
     try:
         before = Setting.among(known(path)).plain()
     except TypeError as error:
