@@ -123,6 +123,81 @@ def test_a_share_held_out(tmp_path, kept):
     assert not np.array_equal(other.x_test, dataset.x_test)
 
 
+ORDERS = ('split/client/class', 'client/split/class', 'class/client/split', 'client/class', 'class/client')
+
+
+@pytest.mark.parametrize('order', ORDERS)
+@pytest.mark.parametrize('zipped', [False, True])
+def test_folders_may_be_named_after_clients(order, zipped, tmp_path, kept):
+    folder, test = tmp_path / 'photos', 'test' if 'split' in order else 0.25
+    wanted = {}
+    for split, client, c in [
+        (s, k, c) for s in ('train', 'test') for k in ('south', 'north', 'west') for c in ('owl', 'cat')
+    ]:
+        if (client, c) != ('west', 'cat'):  # who lacks a class
+            place = folder.joinpath(
+                *({'split': split, 'client': client, 'class': c}[level] for level in order.split('/'))
+            )
+            for i in range(4):
+                pixels = picture(place / f'{split}{i}.png').tobytes()
+                wanted[pixels] = (split, client, c)
+    if 'split' in order:
+        picture(folder.joinpath(*({'split': 'unused'}.get(level, 'x') for level in order.split('/')), '0.png'))
+    path = packed(folder, 'zip') if zipped else folder
+    for _ in range(2):  # decoded, then kept
+        found = load_folder(path, test=test, folders=order, cache=kept)
+        assert found.classes == ('cat', 'owl')
+        assert found.clients == ('north', 'south', 'west')
+        seen = [
+            (split, found.clients[k], found.classes[c], x.tobytes())
+            for split in ('train', 'test')
+            for x, k, c in zip(*(getattr(found, f'{part}_{split}') for part in ('x', 'clients', 'y')), strict=True)
+        ]
+        assert sorted(pixels for *_, pixels in seen) == sorted(wanted)
+        assert all(wanted[pixels][1:] == (client, c) for _, client, c, pixels in seen)
+        if 'split' in order:
+            assert all(wanted[pixels][0] == split for split, *_, pixels in seen)
+        else:
+            assert [sum(split == 'test' for split, *_ in seen), len(seen)] == [10, 40]
+    rows = data.natural(found.clients_train)
+    assert sum(map(len, rows)) == len(found.y_train)
+
+
+UPRIGHT = {  # by the number with which EXIF says how a camera was held
+    1: lambda x: x,
+    2: lambda x: x[:, ::-1],
+    3: lambda x: x[::-1, ::-1],
+    4: lambda x: x[::-1],
+    5: lambda x: x.swapaxes(0, 1),
+    6: lambda x: x.swapaxes(0, 1)[:, ::-1],
+    7: lambda x: x.swapaxes(0, 1)[::-1, ::-1],
+    8: lambda x: x.swapaxes(0, 1)[::-1],
+}
+
+
+@pytest.mark.filterwarnings('error')
+def test_images_stand_as_viewers_show_them(tmp_path, kept):
+    said = {i: Image.Exif() for i in (*UPRIGHT, 9)}
+    for i, about in said.items():
+        about[0x112] = i
+    content = {
+        **{i: about.tobytes() for i, about in said.items()},
+        'cut': said[6].tobytes()[:14],
+        'odd': b'Exif\0\0' * 9,
+    }
+    pixels = {
+        name: picture(tmp_path / 'a' / split / c / f'{name}.png', (6, 6), exif=about)
+        for name, about in content.items()
+        for split in ('train', 'test')
+        for c in 'ab'
+    }
+    found = load_folder(tmp_path / 'a', cache=kept)
+    for (name, lying), x in zip(
+        sorted(pixels.items(), key=lambda item: f'{item[0]}.png'), found.x_test[-11:], strict=True
+    ):
+        np.testing.assert_array_equal(x, UPRIGHT.get(name, UPRIGHT[1])(lying), str(name))
+
+
 def test_another_name_for_the_test_folder(tmp_path, kept):
     images(tmp_path / 'a', ('train', 'val'))
     assert len(load_folder(tmp_path / 'a', test='val', cache=kept).y_test) == 12
@@ -161,6 +236,15 @@ def test_sizes_modes_and_formats(tmp_path, kept):
         ({'test': 0.2}, r'has the folders test, train, which are parts of a data set and no classes: give the'),
         ({'test': 0.01}, '`test` 0.01 holds out nothing'),
         ({'seed': -1}, '`seed` must be'),
+        ({'folders': 'split'}, "`folders` must be 'class', with 'split' and 'client' .* not 'split'"),
+        ({'folders': 'split/class/class'}, '`folders` must be'),
+        ({'folders': 'split/site/class'}, '`folders` must be'),
+        ({'folders': ('split', 'class')}, '`folders` must be'),
+        ({'folders': 'client/class'}, "names no 'split': `test` must then be the share"),
+        ({'folders': 'split/class', 'test': 0.5}, "names a 'split': `test` must then be a folder"),
+        ({'folders': 'class/split'}, 'no images in train/ or test/, but in cat, dog, owl; .*`folders` says what else'),
+        ({'folders': 'client/class', 'test': 0.5}, 'has the folders test, train, .* and no clients'),
+        ({'folders': 'split/client/class'}, r"'test/cat/0\.png' beside folders of classes"),
     ],
 )
 def test_bad_arguments(photos, kept, arguments, said):

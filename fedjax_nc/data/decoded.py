@@ -18,7 +18,7 @@ from fedjax_nc.data.dataset import Dataset
 
 LARGE = 2**28
 """Bytes from which on an array stays in its file."""
-_FORMAT = 1
+_FORMAT = 2
 _ARRAYS = ('x_train', 'y_train', 'x_test', 'y_test', 'clients_train', 'clients_test')
 _MOST = 2**26  # bytes of the description
 
@@ -97,7 +97,8 @@ def _write(dataset: Dataset, folder: Path, stamp: str) -> None:
             array.flush()
         elif array is not None:
             np.save(folder / f'{field}.npy', array)
-    about = {'stamp': stamp, 'name': dataset.name, 'num_classes': dataset.num_classes, 'classes': dataset.classes}
+    words = ('name', 'num_classes', 'classes', 'clients')
+    about = {'stamp': stamp, **{field: getattr(dataset, field) for field in words}}
     (folder / 'about.json').write_text(json.dumps(about))
 
 
@@ -114,8 +115,8 @@ def _read(place: Path, stamp: str) -> Dataset | None:
         arrays: dict[str, Any] = {
             field: _array(place / f'{field}.npy') for field in _ARRAYS if (place / f'{field}.npy').exists()
         }
-        classes = about['classes'] and tuple(str(name) for name in about['classes'])
-        found = Dataset(**arrays, num_classes=about['num_classes'], name=str(about['name']), classes=classes)
+        words: dict[str, Any] = {name: about[name] and tuple(map(str, about[name])) for name in ('classes', 'clients')}
+        found = Dataset(**arrays, num_classes=about['num_classes'], name=str(about['name']), **words)
         return sound(found)
 
 

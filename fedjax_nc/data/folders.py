@@ -9,42 +9,55 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedjax_nc import checks
-from fedjax_nc.data import containers, decoded, pictures, store
+from fedjax_nc.data import containers, decoded, pictures, store, tables
 from fedjax_nc.data.dataset import Dataset, DatasetUnavailableError, held_out
 
 OFFICIAL = {'tiny_imagenet': (200, 100_000, 10_000), 'cinic10': (10, 90_000, 90_000)}
 """Classes, training images and test images."""
 
 
+LEVELS = {'split': 'train/ and test/', 'client': 'clients', 'class': 'classes'}
+"""What folders may be named after, and what several of them are called."""
+
+
 class Layout(NamedTuple):
-    """Which files are images of which class."""
+    """Which files are images of which class, and of which client if that is known."""
 
     train: list[str]
     y_train: NDArray[np.int32]
     test: list[str]
     y_test: NDArray[np.int32]
     classes: tuple[str, ...]
+    clients_train: NDArray[np.int32] | None = None
+    clients_test: NDArray[np.int32] | None = None
+    clients: tuple[str, ...] | None = None
 
 
 def load_folder(
     path: str | os.PathLike[str],
     *,
     test: str | float = 'test',
+    folders: str | None = None,
     size: int | Sequence[int] | None = None,
     channels: int = 3,
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
 ) -> Dataset:
-    """Loads images from folders that are named after their classes.
+    """Loads images from folders that are named after their classes, and after clients if there are any.
 
-    Images (PNG, JPEG, BMP, GIF, PPM, WebP) lie in `train/CLASS/` and `test/CLASS/`, or in `CLASS/` alone, at whatever
-    depth below; other files are passed over. They are decoded once, into `cache`; while no file changes, later loads
-    read that, and what is large stays in its files until it is used.
+    Images (PNG, JPEG, BMP, GIF, PPM, WebP) lie in `train/CLASS/` and `test/CLASS/`, in `CLASS/` alone, or as `folders`
+    says, at whatever depth below; other files are passed over. They stand upright as their cameras say. They are
+    decoded once, into `cache`; while no file changes, later loads read that, and what is large stays in its files until
+    it is used.
 
     Args:
         path: the folder, or a .zip or .tar file of it, compressed or not, which is not unpacked.
         test: the folder beside `train` with the test images, 'val' for instance; or, where all images lie in `CLASS/`,
             the share of each class that is held out for testing, between 0 and 1.
+        folders: what folders are named after, from the top: 'split/client/class' where images lie in
+            `train/CLIENT/CLASS/` and `test/CLIENT/CLASS/`, 'client/split/class' for `CLIENT/train/CLASS/`,
+            'client/class', with a share for `test`, for `CLIENT/CLASS/`, in whatever order. By default 'split/class',
+            and 'class' with a share.
         size: side, or height and width, to which images are scaled, after what is too long is cut off at both ends.
             Without it they must be alike.
         channels: 3 for colours, 1 for grey.
@@ -53,13 +66,31 @@ def load_folder(
             nothing is kept.
 
     Returns:
-        The data set, named after the folder: x [n, H, W, channels] uint8, y [n] int32, classes and files in
+        The data set, named after the folder: x [n, H, W, channels] uint8, y [n] int32, classes, clients and files in
         alphabetical order.
 
     Raises:
         DatasetUnavailableError: if there is no such folder or file.
         ValueError: if an argument is not of its kind, images are missing, damaged, too large or not alike, or the
             training and the test images are of different classes.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import numpy as np
+        >>> from PIL import Image
+        >>> from fedjax_nc import data
+        >>> with tempfile.TemporaryDirectory() as top:
+        ...     for hospital in ('north', 'south'):
+        ...         for kind, grey in (('bone', 200), ('lung', 90)):
+        ...             place = pathlib.Path(top, 'scans', hospital, kind)
+        ...             place.mkdir(parents=True)
+        ...             for i in range(5):
+        ...                 Image.new('L', (8, 8), grey + i).save(place / f'{i}.png')
+        ...     scans = data.load_folder(f'{top}/scans', test=0.2, folders='client/class', channels=1, cache=top)
+        >>> scans.classes, scans.clients
+        (('bone', 'lung'), ('north', 'south'))
+        >>> [len(rows) for rows in data.natural(scans.clients_train)]
+        [8, 8]
     """
     sides = pictures.sides(size)
     if channels not in (1, 3):
@@ -69,7 +100,9 @@ def load_folder(
         checks.number('`test`', test, 0, high=1, open_low=True, open_high=True)
     elif test == 'train':
         raise ValueError("`test` must be another folder than 'train', or the share of all images that is for testing.")
-    return _load(path, None, lambda files: _by_class(files, test, seed), cache, sides, channels, test=test, seed=seed)
+    levels = _levels(folders, isinstance(test, str))
+    how = {'test': test, 'seed': seed, 'folders': '/'.join(levels)}
+    return _load(path, None, lambda files: _by_folder(files, levels, test, seed), cache, sides, channels, **how)
 
 
 def load_tiny_imagenet(path: str | os.PathLike[str], *, cache: str | os.PathLike[str] | None = None) -> Dataset:
@@ -108,7 +141,7 @@ def load_cinic10(path: str | os.PathLike[str], *, cache: str | os.PathLike[str] 
         DatasetUnavailableError: if there is no such folder or file.
         ValueError: if it does not hold CINIC-10, or is damaged.
     """
-    return _load(path, 'cinic10', lambda files: _by_class(files, 'test', 0), cache)
+    return _load(path, 'cinic10', lambda files: _by_folder(files, ('split', 'class'), 'test', 0), cache)
 
 
 def _load(
@@ -138,7 +171,8 @@ def _load(
                 f'not {OFFICIAL[official]}; unpack or fetch it again'
             )
         x_train, x_test = pictures.decode(files, [plan.train, plan.test], sides, channels, room)
-        return Dataset(x_train, plan.y_train, x_test, plan.y_test, len(plan.classes), name, plan.classes)
+        known = {name: value for name, value in plan._asdict().items() if name not in ('train', 'test')}
+        return Dataset(x_train=x_train, x_test=x_test, num_classes=len(plan.classes), name=name, **known)
 
     return decoded.load(where, cache, name, containers.stamp(where), make, sides=sides, channels=channels, **how)
 
@@ -147,52 +181,86 @@ SPLITS = {'train', 'training', 'test', 'testing', 'val', 'valid', 'validation', 
 """Folders of such names alone are no classes."""
 
 
-def _by_class(files: containers.Container, test: str | float, seed: int) -> Layout:
+def _levels(folders: str | None, split: bool) -> tuple[str, ...]:
+    """What folders are named after, from the top."""
+    if folders is None:
+        return ('split', 'class') if split else ('class',)
+    levels = tuple(folders.split('/')) if isinstance(folders, str) else ()
+    if not {'class'} <= {*levels} <= LEVELS.keys() or len({*levels}) < len(levels):
+        raise ValueError(
+            "`folders` must be 'class', with 'split' and 'client' above or below it, such as 'split/client/class', not "
+            f'{checks.shown(folders)}.'
+        )
+    if ('split' in levels) != split:
+        raise ValueError(
+            f"`folders` {folders!r} names {'no' if split else 'a'} 'split': `test` must then be "
+            + ('the share of each class that is for testing, such as 0.2.' if split else "a folder, such as 'test'.")
+        )
+    return levels
+
+
+def _by_folder(files: containers.Container, levels: Sequence[str], test: str | float, seed: int) -> Layout:
     images = [name for name in files.files if pictures.named(name)]
-    if not isinstance(test, str):
-        classes, y = _classes(files.path, images, '')
-        train, held = held_out(y, test, seed)
-        if {name.lower() for name in classes} <= SPLITS:
+    if isinstance(test, str):
+        place = levels.index('split')
+        above = {name: name.split('/')[place] for name in images if name.count('/') > place}
+        there = sorted({*above.values()})
+        if empty := [split for split in ('train', test) if split not in there]:
+            others = f', but in {", ".join(there[:5])}{", ..." if len(there) > 5 else ""}' if there else ''
             raise ValueError(
-                f'{files.path} has the folders {", ".join(classes)}, which are parts of a data set and no classes: '
-                "give the name of the one for testing, such as test='val', beside train/"
+                f'{files.path} has no images in {" or ".join(f"{split}/" for split in empty)}{others}; name the folder '
+                "for testing, such as test='val', or if all lie in CLASS/, give the share of them that is for testing, "
+                'such as test=0.2; `folders` says what else folders are named after'
             )
-        names = np.array(images, object)
-        return Layout(list(names[train]), y[train], list(names[held]), y[held], classes)
-    splits = {split: [name for name in images if name.startswith(f'{split}/')] for split in ('train', test)}
-    if empty := [split for split, names in splits.items() if not names]:
-        there = sorted({name.partition('/')[0] for name in images if '/' in name})
-        others = f', but in {", ".join(there[:5])}{", ..." if len(there) > 5 else ""}' if there else ''
-        raise ValueError(
-            f'{files.path} has no images in {" or ".join(f"{split}/" for split in empty)}{others}; name the folder for '
-            "testing, such as test='val', or if all lie in CLASS/, give the share of them that is for testing, such as "
-            'test=0.2'
-        )
-    (classes, y_train), (tested, y_test) = (_classes(files.path, names, f'{split}/') for split, names in splits.items())
-    if other := sorted(set(classes) ^ set(tested)):
-        raise ValueError(
-            f'{files.path} has {checks.shown(other[0])} in only one of train/ and {test}/, '
-            f'and {len(other) - 1} more classes: add their images, or remove their folders'
-        )
-    return Layout(splits['train'], y_train, splits[test], y_test, classes)
+        images = [name for name in images if above.get(name) in ('train', test)]
+    named = _named(files.path, images, levels)
+    classes, y = _numbered(files.path, named['class'])
+    if isinstance(test, str):
+        train, held = (np.flatnonzero(np.array(named['split']) == split) for split in ('train', test))
+        if other := sorted(set(y[train].tolist()) ^ set(y[held].tolist())):
+            raise ValueError(
+                f'{files.path} has {checks.shown(classes[other[0]])} in only one of train/ and {test}/, '
+                f'and {len(other) - 1} more classes: add their images, or remove their folders'
+            )
+    else:
+        train, held = held_out(y, test, seed)
+        for level in levels:
+            if {name.lower() for name in named[level]} <= SPLITS:
+                raise ValueError(
+                    f'{files.path} has the folders {", ".join(sorted({*named[level]}))}, which are parts of a data set '
+                    f"and no {LEVELS[level]}: give the name of the one for testing, such as test='val', beside train/"
+                )
+    names = np.array(images, object)
+    layout = Layout(list(names[train]), y[train], list(names[held]), y[held], classes)
+    if 'client' not in levels:
+        return layout
+    clients, whose = tables.numbered('client', np.array(named['client'], object))
+    return layout._replace(clients_train=whose[train], clients_test=whose[held], clients=tuple(clients))
 
 
-def _classes(path: Path, images: list[str], prefix: str) -> tuple[tuple[str, ...], NDArray[np.int32]]:
-    """The names of the folders that images lie in, and the label of each."""
-    inner = [name.removeprefix(prefix).partition('/') for name in images]
-    if loose := [top for top, below, _ in inner if not below]:
-        raise ValueError(f'{path} has {checks.shown(prefix + loose[0])} beside folders of classes: move it into one')
-    classes = tuple(sorted({top for top, *_ in inner}))
+def _named(path: Path, images: list[str], levels: Sequence[str]) -> dict[str, list[str]]:
+    """The folders of each level that images lie in."""
+    above = [name.split('/')[:-1] for name in images]
+    for name, there in zip(images, above, strict=True):
+        if len(there) < len(levels):
+            raise ValueError(
+                f'{path} has {checks.shown(name)} beside folders of {LEVELS[levels[len(there)]]}: move it into one'
+            )
+    return {level: [there[i] for there in above] for i, level in enumerate(levels)}
+
+
+def _numbered(path: Path, names: list[str]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+    """Classes in order, and the label of each image."""
+    classes, y = tables.numbered('class', np.array(names, object))
     if len(classes) < 2:
-        raise ValueError(f'{path}/{prefix} must hold images of two classes or more, each in its folder: {classes}')
-    numbers = {name: i for i, name in enumerate(classes)}
-    return classes, np.array([numbers[top] for top, *_ in inner], np.int32)
+        raise ValueError(f'{path} must hold images of two classes or more, each in its folder: {classes}')
+    return tuple(classes), y
 
 
 def _tiny_imagenet(files: containers.Container) -> Layout:
     train = [name for name in files.files if name.startswith('train/') and pictures.named(name)]
     test = [name for name in files.files if name.startswith('val/images/') and pictures.named(name)]
-    classes, y_train = _classes(files.path, train, 'train/')
+    classes, y_train = _numbered(files.path, _named(files.path, train, ('split', 'class'))['class'])
     if set(classes) != set(files.text('wnids.txt').split()):
         raise ValueError(f'{files.path} has folders in train/ that are not those of wnids.txt: fetch it again')
     numbers = {name: i for i, name in enumerate(classes)}

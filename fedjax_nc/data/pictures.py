@@ -69,7 +69,7 @@ def decode(
 
 
 def picture(content: bytes, sides: tuple[int, int] | None = None, channels: int = 3) -> NDArray[np.uint8]:
-    """One image [H, W, channels], scaled to `sides` where they are given.
+    """One image [H, W, channels], turned upright as it says itself, and scaled to `sides` where they are given.
 
     Raises:
         Exception: of any kind, if it is none or too large.
@@ -85,10 +85,22 @@ def picture(content: bytes, sides: tuple[int, int] | None = None, channels: int 
         raise ValueError(f'{image.width} x {image.height} pixels')
     if image.mode[0] in 'IF':  # what does not fit a byte would be cut off
         raise ValueError(f'more than 8 bits a pixel, mode {image.mode}')
-    image = image.convert({1: 'L', 3: 'RGB'}[channels])
+    image = _upright(image).convert({1: 'L', 3: 'RGB'}[channels])
     if sides is not None and image.size != sides[::-1]:
         image = ImageOps.fit(image, sides[::-1], Image.Resampling.BICUBIC)
     return np.asarray(image).reshape(image.height, image.width, channels)
+
+
+def _upright(image: Any) -> Any:
+    """What viewers show: cameras write pixels as their sensor lies, and beside them how it was held."""
+    from PIL import ImageOps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # said of what is damaged beside the pixels, which does not matter
+        try:
+            return ImageOps.exif_transpose(image)
+        except Exception:  # of any kind: where pixels are damaged, too, it comes again
+            return image
 
 
 def sides(size: int | Sequence[int] | None) -> tuple[int, int] | None:

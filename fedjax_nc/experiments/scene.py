@@ -131,7 +131,9 @@ def drawn(dataset: data.Dataset, setting: Setting) -> tuple[NDArray[np.intp], Pa
       ValueError: if there are none, or not as many.
     """
     if dataset.clients_train is None:
-        raise ValueError(f'{setting.dataset} has no clients of its own: name their column, or take another partition')
+        raise ValueError(
+            f'{setting.dataset} has no clients of its own: name their column or folders, or take another partition'
+        )
     there = np.unique(dataset.clients_train)
     if setting.clients > len(there):
         raise ValueError(f'{setting.dataset} has {len(there)} clients of its own, not {setting.clients}: lower clients')
