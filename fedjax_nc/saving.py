@@ -143,8 +143,8 @@ def about(path: str | Path) -> dict[str, Any]:
 def export(
     path: str | Path,
     algorithm: Algorithm,
-    state: State,
-    data: FederatedData,
+    state: State | Saved,
+    data: FederatedData | None = None,
     *,
     client: int | None = None,
     platforms: Sequence[str] = PLATFORMS,
@@ -166,13 +166,14 @@ def export(
     Args:
         path: the file.
         algorithm: as for `save`.
-        state: as for `save`.
+        state: as for `save`; or what `load` has read, which is `saved` of a run that `experiments.load` has read, with
+            neither `data` nor `client`.
         data: the clients: their examples have the shape and type that the program takes.
         client: whose personal model; None for the generic one.
         platforms: what it runs on: any of 'cpu', 'cuda', 'rocm' and 'tpu'.
         batch_size: B, for models that must know it; None for any.
-        classes: as for `save`.
-        about: as for `save`.
+        classes: as for `save`; of a file, by default those that it names.
+        about: as for `save`; of a file, beside what it says.
 
     Raises:
         ValueError: as `save`, for platforms that there are not, or a model that must know the size of a batch.
@@ -181,7 +182,17 @@ def export(
     known = {*PLATFORMS, 'rocm'}
     if isinstance(platforms, str) or not platforms or not {*platforms} <= known:
         raise ValueError(f'platforms must name some of {", ".join(sorted(known))}, not {checks.shown(platforms)}')
-    server, own = _chosen(algorithm, state, data, client)
+    if isinstance(state, Saved):
+        checks.kind('algorithm', algorithm, Algorithm)
+        if data is not None or client is not None:
+            raise ValueError('a model that was read is of one client or of none, and needs no data: give neither')
+        server, own = state.server, state.client
+        data, client, classes = clients(state.about), state.about['client'], classes or state.about.get('classes')
+        about = {**{name: value for name, value in state.about.items() if name not in OWN}, **(about or {})}
+    elif data is None:
+        raise ValueError('data must be given with a state: what the program takes are examples as these')
+    else:
+        server, own = _chosen(algorithm, state, data, client)
     said = _description(algorithm, server, own, data, client, classes, about)
     if batch_size is not None:
         checks.whole('batch_size', batch_size)

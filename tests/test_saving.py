@@ -214,6 +214,33 @@ def test_an_exported_model_predicts_without_this_library(body, tmp_path):
         np.testing.assert_allclose(np.load(out), logits(method, held, client, x), atol=1e-6)
 
 
+@pytest.mark.parametrize('client', [None, 2])
+def test_what_was_read_is_exported_without_data(client, clients, tmp_path):
+    plan = {'plan': toys.PLAN}
+    algorithm = fedavg.algorithm(toys.task, toys.opt, **plan) if client is None else solo.algorithm(
+        toys.task, toys.opt, **plan
+    )  # fmt: skip
+    state, names = trained(algorithm, clients), [*'abcde']
+    said = {'classes': names, 'about': {'made by': 'me'}}
+    saving.save(tmp_path / 'kept', algorithm, state, clients, client=client, **said)
+    saving.export(tmp_path / 'one', algorithm, state, clients, client=client, **said)
+    saved = saving.load(tmp_path / 'kept', algorithm)
+    saving.export(tmp_path / 'other', algorithm, saved)
+    about = [json.loads((tmp_path / f'{name}.json').read_text()) for name in ('one', 'other')]
+    assert about[0] == about[1]
+    programs = [jax.export.deserialize(bytearray((tmp_path / name).read_bytes())) for name in ('one', 'other')]
+    toys.same(*(program.call(clients.x[:3]) for program in programs))
+    saving.export(tmp_path / 'more', algorithm, saved, about={'made for': 'you'}, classes=[*'vwxyz'])
+    more = json.loads((tmp_path / 'more.json').read_text())
+    assert more == {**about[0], 'made for': 'you', 'classes': [*'vwxyz']}
+    for message, given in {'give neither': (saved, clients), 'data must be given with a state': (state,)}.items():
+        with pytest.raises(ValueError, match=message):
+            saving.export(tmp_path / 'wrong', algorithm, *given)
+    with pytest.raises(ValueError, match='give neither'):
+        saving.export(tmp_path / 'wrong', algorithm, saved, client=1)
+    assert not list(tmp_path.glob('wrong*'))
+
+
 def test_a_model_that_must_know_the_size_of_a_batch(clients, tmp_path):
     """`len(x)` is a number, which a batch of any size does not have."""
     model = models.from_functions(
