@@ -1,4 +1,4 @@
-"""Heads, losses and partitions of one's own: by name on the command line, in studies and in programs."""
+"""Parts of one's own by name: heads, losses, partitions and server optimizers, in settings, studies, command lines."""
 
 import importlib
 import json
@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import toys
 
-from fedjax_nc import data, experiments, saving
+from fedjax_nc import data, experiments, saving, simulate
 from fedjax_nc.experiments import Setting, command, runner, scene
 from fedjax_nc.experiments.setting import divided
 from fedjax_nc.experiments.study import Study
@@ -20,6 +21,7 @@ MODULE = '''
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fedjax_nc import heads, losses
 from fedjax_nc.base import Head
@@ -72,6 +74,18 @@ def nobody(labels, clients, *, seed):
     raise RuntimeError('nobody is there')
 
 
+def half(lr=0.5):
+    return optax.sgd(lr)
+
+
+def heavy(rate, *, momentum=0.25):
+    return optax.sgd(rate, momentum)
+
+
+def nothing(lr=1.0):
+    return lr
+
+
 number = 3
 '''
 DIGITS = {'dataset': 'digits', 'max_examples': 300, 'clients': 6, 'rounds': 2, 'local_epochs': 1}
@@ -104,9 +118,47 @@ def test_the_librarys_own_by_other_names_are_the_same_run(tmp_path):
     assert all(np.array(losses_of(tmp_path / 'focal')) < losses_of(tmp_path / 'named'))  # what is easy counts less
 
 
+def test_a_server_optimizer_has_a_rate_and_what_it_names(tmp_path):
+    for own, named in (
+        ({}, {'server_optimizer': 'sgd', 'server_lr': 0.5}),
+        ({'server_lr': 0.3}, {'server_optimizer': 'sgd', 'server_lr': 0.3}),
+    ):
+        assert trajectory({'server_optimizer': 'pieces.some:half', **own}) == trajectory(named)
+    heavy = {'server_optimizer': 'pieces.some:heavy', 'server_lr': 0.5}
+    sgd = {'server_optimizer': 'sgd', 'server_lr': 0.5}
+    assert trajectory(heavy) == trajectory({**sgd, 'server_momentum': 0.25})
+    assert trajectory({**heavy, 'server_momentum': 0.75}) == trajectory({**sgd, 'server_momentum': 0.75})
+    assert trajectory({'server_optimizer': 'optax:lion', 'server_lr': 0.01})[-1] > 0
+    with pytest.raises(ValueError, match=r'optax:lion has no rate of its own: give server_lr'):
+        Setting(**DIGITS, server_optimizer='optax:lion')
+    for given, said in (
+        ({'server_optimizer': 'pieces.some:half', 'server_momentum': 0.5}, 'half has no argument `momentum`: leave'),
+        ({'server_optimizer': 'pieces.some:nothing'}, 'nothing must make an optax transformation, not 1.0'),
+        ({'server_optimizer': 'optax:constant_schedule', 'server_lr': 1.0}, 'must make an optax transformation, not <'),
+        ({'server_optimizer': 'optax:sgd', 'server_lr': 1.0, 'algorithm': 'solo'}, 'no server model to optimize'),
+    ):
+        with pytest.raises(ValueError, match=said):
+            scene.check(Setting(**DIGITS, **{'algorithm': 'fedavg', **given}))
+
+
+def trajectory(given):
+    """The losses of three rounds, in which the server moves twice."""
+    setting = Setting(**{**DIGITS, 'rounds': 3}, algorithm='fedavg', **given)
+    dataset, train, _ = scene.load(setting)
+    algorithm, losses = scene.build(setting, dataset).train, []
+    state, round = simulate.init(algorithm, toys.KEY, train), jax.jit(simulate.make_round(algorithm))
+    for _ in range(3):
+        state, report = round(toys.KEY, state, train)
+        losses.append(float(report.loss))
+    return losses
+
+
 def test_the_command_line_takes_them_and_the_model_is_loaded(tmp_path, capsys):
-    own = {'head': 'pieces.some:centres', 'loss': 'pieces.some:focal', 'partition': 'pieces.some:strided'}
-    flags = [word for name, value in own.items() for word in (f'--{name}', value)]
+    own = {
+        'head': 'pieces.some:centres', 'loss': 'pieces.some:focal', 'partition': 'pieces.some:strided',
+        'server_optimizer': 'pieces.some:half',
+    }  # fmt: skip
+    flags = [word for name, value in own.items() for word in (f'--{name.replace("_", "-")}', value)]
     summary = command.main([*SMALL, '--algorithm', 'fedprox', *flags, '--out', str(tmp_path)])
     assert summary['global_accuracy'] > 0
     assert summary['personal_accuracy'] > 0
@@ -192,6 +244,12 @@ def test_flags_that_a_partition_does_not_name_are_refused():
             {'loss': 'pieces.some:of_three'},
             r'loss pieces.some:of_three must be a function of \(logits, labels, counts\)',
         ),
+        ({'server_optimizer': 'adam'}, "must be one of average, sgd, .*, or 'module:function', not 'adam'"),
+        (
+            {'server_optimizer': 'pieces.some:number'},
+            r'must be a function of \(lr\), as server_optimizers.fedyogi; not 3',
+        ),
+        ({'server_optimizer': 'pieces.some:of_three'}, r"function of \(lr\).*missing a required argument: 'labels'"),
         ({'partition': 'pieces.some:number'}, r'must be a function of \(labels, clients, seed=\), as data.iid; not 3'),
         ({'partition': 'pieces.some:sizeless'}, "as data.iid; .*: got an unexpected keyword argument 'seed'"),
     ],
@@ -211,6 +269,7 @@ def test_a_study_takes_them_and_says_where_they_have_changed_since(mine, tmp_pat
         'Linear': {'algorithm': 'fedavg', 'head': 'linear'},
         'Centres': {'algorithm': 'fedavg', 'head': 'pieces.some:centres'},
         'Strided': {'algorithm': 'fedavg', 'partition': 'pieces.some:strided'},
+        'Slower': {'algorithm': 'fedavg', 'server_optimizer': 'pieces.some:half'},
     }
     study = Study.of(
         {
@@ -232,5 +291,6 @@ def test_a_study_takes_them_and_says_where_they_have_changed_since(mine, tmp_pat
     said = [line.partition(' since')[0] for line in capsys.readouterr().err.splitlines() if 'has changed' in line]
     assert sorted(said) == [
         *[f'Centres, seed {seed}: the file of its head has changed' for seed in (0, 1)],
+        *[f'Slower, seed {seed}: the file of its server optimizer has changed' for seed in (0, 1)],
         *[f'Strided, seed {seed}: the file of its partition has changed' for seed in (0, 1)],
     ]

@@ -107,7 +107,9 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--head', help=f'{", ".join(recipes.HEADS)}; {mine}')
     parser.add_argument('--loss', help=f'{", ".join(recipes.LOSSES)}; {mine}')
     parser.add_argument(
-        '--server-optimizer', choices=list(recipes.SERVER_OPTIMIZERS), help='by default plain averaging'
+        '--server-optimizer',
+        help=f'{", ".join(recipes.SERVER_OPTIMIZERS)}; or MODULE:FUNCTION of your own, such as optax:lion; by default '
+        'plain averaging',
     )
     parser.add_argument('--server-lr', type=positive, help="by default the server optimizer's own, 1 for sgd")
     parser.add_argument('--weigh', choices=['examples', 'alike'], help='how clients count; by default as published')

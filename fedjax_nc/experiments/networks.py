@@ -91,7 +91,7 @@ def build(
         form = {} if conv is None or name in DENSE else {'conv': conv}
         return models.from_flax(made(dtype=jnp.dtype(precision), **norms, **form), preprocess)
     ready = isinstance(made, Model | nn.Module)
-    names, several = (set(), False) if ready else own.takes(made)
+    names, several = ({}, False) if ready else own.takes(made)
     given: dict[str, Any] = {} if precision == 'float32' else {'dtype': jnp.dtype(precision)}
     if given and 'dtype' not in names and not several:
         raise ValueError(f'model {name}: for precision {precision!r} it must be made by what takes `dtype`')

@@ -57,17 +57,20 @@ def attribute(what: str, name: str) -> Any:
     return getattr(found, attribute)
 
 
-def takes(function: Callable[..., Any]) -> tuple[set[str], bool]:
-    """The names of a function's arguments, and whether it takes others, too.
+def takes(function: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
+    """A function's arguments, and whether it takes others, too.
 
     Args:
       function: or a class.
 
     Returns:
-      No names of what does not tell any, such as a function of a compiled module.
+      Their defaults by name, None where there is none. No names of what does not tell any, such as a function of a
+      compiled module.
     """
     try:
-        known = inspect.signature(function).parameters
+        known = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return set(), False
-    return set(known), any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        return {}, False
+    empty = inspect.Parameter.empty
+    defaults = {argument.name: None if argument.default is empty else argument.default for argument in known}
+    return defaults, any(argument.kind is argument.VAR_KEYWORD for argument in known)

@@ -241,6 +241,40 @@ def own_loss(name: str) -> Loss:
     return loss
 
 
+def server_optimizer(name: str) -> tuple[Callable[[float, float], optax.GradientTransformation], float | None, float]:
+    """What makes a server optimizer of a rate and a momentum, and its own rate, if it has one, and momentum.
+
+    Args:
+      name: 'average', one of `SERVER_OPTIMIZERS`, or 'package.module:function' of one's own, such as 'optax:lion': a
+        function of the rate, and of `momentum` if it names it, that makes an optax transformation.
+
+    Raises:
+      ValueError: for another name, a module that cannot be imported, or what is no such function in it. What is
+        returned raises it for a momentum that the function does not take, and for whatever else it makes.
+    """
+    if not own.is_own('server_optimizer', name, ('average', *SERVER_OPTIMIZERS), 'function'):
+        function = SERVER_OPTIMIZERS['sgd' if name == 'average' else name]
+        lr, momentum = own.takes(function)[0].values()
+        return function, lr, momentum
+    function, what = own.attribute('server_optimizer', name), f'server_optimizer {name}'
+    defaults, _ = own.takes(function)
+    by_name = ('momentum',) if (takes := 'momentum' in defaults) else ()
+    checks.called(what, function, 'lr', 'server_optimizers.fedyogi', by_name=by_name)
+
+    def make(lr: float, momentum: float) -> optax.GradientTransformation:
+        if momentum and not takes:
+            raise ValueError(f'{what} has no argument `momentum`: leave server_momentum out')
+        try:
+            made = function(lr, **({'momentum': momentum} if takes else {}))
+        except Exception as error:  # whatever a function of somebody else's raises
+            raise ValueError(f'{what}: {in_one_line(error)}') from error
+        if not isinstance(made, optax.GradientTransformation):
+            raise ValueError(f'{what} must make an optax transformation, not {checks.shown(made)}')
+        return made
+
+    return make, next(iter(defaults.values()), None), defaults.get('momentum') or 0.0
+
+
 LEARNED = ('linear', 'unbiased', 'unit_norm', 'cosine')
 """Heads whose class vectors are trained."""
 OF_COSINES = {

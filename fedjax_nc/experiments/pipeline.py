@@ -135,6 +135,7 @@ def run(
 OWN = {
     'source': ('algorithm', 'method'),
     **{f'{part}_source': (part, part) for part in ('model', 'head', 'loss', 'partition')},
+    'server_optimizer_source': ('server_optimizer', 'server optimizer'),
 }
 """Digests in `config.json`: of which setting's file, and what sentences call it."""
 

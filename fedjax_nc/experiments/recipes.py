@@ -37,6 +37,7 @@ from fedjax_nc.experiments.parts import longer as longer
 from fedjax_nc.experiments.parts import own_head as own_head
 from fedjax_nc.experiments.parts import own_loss as own_loss
 from fedjax_nc.experiments.parts import plain as plain
+from fedjax_nc.experiments.parts import server_optimizer as server_optimizer
 from fedjax_nc.experiments.parts import trained as trained
 from fedjax_nc.local import ClientOptimizer, Plan
 from fedjax_nc.memory import remembering, tallying
@@ -489,7 +490,7 @@ def named(name: str) -> Method:
     if isinstance(made, Method):
         return made
     factory = callable(made) and not isinstance(made, type)
-    names, several = own.takes(made) if factory else (set(), False)
+    names, several = own.takes(made) if factory else ({}, False)
     if not several and 'plan' not in names:
         raise ValueError(
             f'algorithm {name} must be a recipes.Method, or a factory (task, client_opt, *, plan, ...) -> Algorithm, '

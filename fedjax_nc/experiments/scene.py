@@ -153,7 +153,7 @@ def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None 
         augment = images.pipeline(*look, crop=setting.crop, flip=setting.flip, crop_mode=setting.crop_mode)
     server_opt, plain = None, setting.server_optimizer == 'average'
     if not (plain and setting.server_lr == 1 and not setting.server_momentum):
-        make = recipes.SERVER_OPTIMIZERS['sgd' if plain else setting.server_optimizer]
+        make, *_ = recipes.server_optimizer(setting.server_optimizer)
         server_opt = make(setting.server_lr, setting.server_momentum)
     held = None
     if setting.algorithm == 'ratioloss':

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import inspect
 import json
 import re
 import tomllib
@@ -108,7 +107,6 @@ KEPT = ('accuracy', 'accuracy_trained', 'accuracy_averaged', 'many', 'medium', '
 """Metrics of which summaries have means over the last rounds."""
 TESTS = ('split', 'matched', 'common', NATURAL)
 PERSONAL = ('own', 'latest')
-SERVERS = {name: inspect.signature(make).parameters for name, make in recipes.SERVER_OPTIMIZERS.items()}
 
 
 class Plain:
@@ -240,7 +238,9 @@ class Setting(Plain):
     #: where the algorithm makes none.
     personal: str = 'own'
     weigh: str = 'published'  #: Or 'examples' or 'alike'; how clients count.
-    server_optimizer: str = 'average'  #: Plain averaging, or one of `recipes.SERVER_OPTIMIZERS`.
+    #: Plain averaging, or one of `recipes.SERVER_OPTIMIZERS`, or `'module:function'` of one's own or of optax's, see
+    #: `recipes.server_optimizer`.
+    server_optimizer: str = 'average'
     #: By default the server optimizer's own, 1 for 'average'.
     server_lr: float = None  # type: ignore[assignment]
     #: By default the server optimizer's own, 0 for 'average'.
@@ -278,7 +278,6 @@ class Setting(Plain):
             'features': tuple(FEATURES),
             'personal': PERSONAL,
             'weigh': tuple(recipes.WEIGHTS),
-            'server_optimizer': ('average', *recipes.SERVER_OPTIMIZERS),
         }
         kind = self.own
         if kind is None and self.dataset not in DATASETS:
@@ -307,6 +306,9 @@ class Setting(Plain):
         method = recipes.named(self.algorithm)
         if self.model is not None:
             networks.named(self.model)
+        _, rate, momentum = recipes.server_optimizer(self.server_optimizer)
+        if rate is None and self.server_lr is None:
+            raise ValueError(f'server_optimizer {self.server_optimizer} has no rate of its own: give server_lr')
         natural = self.dataset == 'femnist' and self.partition in (None, NATURAL)
         resolved = {
             'model': 'mlp' if kind in ('.csv', '.parquet') else MODEL.get(self.dataset, 'resnet20'),
@@ -315,10 +317,8 @@ class Setting(Plain):
             'tests': NATURAL if natural else 'matched' if self.imbalance > 1 else 'split',
             'head': method.heads[0],
             'loss': method.losses[0],
-            'server_lr': 1.0 if self.server_optimizer == 'average' else SERVERS[self.server_optimizer]['lr'].default,
-            'server_momentum': 0.0
-            if self.server_optimizer == 'average'
-            else SERVERS[self.server_optimizer]['momentum'].default,
+            'server_lr': rate,
+            'server_momentum': momentum,
         }
         for name, value in resolved.items():
             if getattr(self, name) is None:
