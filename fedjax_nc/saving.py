@@ -187,8 +187,14 @@ def export(
         if data is not None or client is not None:
             raise ValueError('a model that was read is of one client or of none, and needs no data: give neither')
         server, own = state.server, state.client
-        data, client, classes = clients(state.about), state.about['client'], classes or state.about.get('classes')
-        about = {**{name: value for name, value in state.about.items() if name not in OWN}, **(about or {})}
+        data, client = clients(state.about), state.about['client']
+        classes = state.about.get('classes') if classes is None else classes
+        said = {name: value for name, value in state.about.items() if name not in OWN}
+        about = {**said, **about} if isinstance(about, Mapping) else said if about is None else about
+    elif not isinstance(state, State):
+        raise ValueError(
+            f'state must be a State, or Saved as saving.load reads it (`saved` of a run), not {checks.shown(state)}'
+        )
     elif data is None:
         raise ValueError('data must be given with a state: what the program takes are examples as these')
     else:
@@ -327,9 +333,13 @@ def clients(about: dict[str, Any]) -> FederatedData:
         return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
     try:
-        example, number, classes, _ = (about[name] for name in ('example', 'num_clients', 'num_classes', 'client'))
+        example, number, classes, one = (about[name] for name in ('example', 'num_clients', 'num_classes', 'client'))
         for name, value in {'num_clients': number, 'num_classes': classes}.items():
             checks.whole(name, value)
+        if one is not None:
+            checks.whole('client', one, 0)
+            if one >= number:
+                raise ValueError(f'client {one} of {number}')
         for side in example['shape']:
             checks.whole('the shape of an example', side, 0)
         if max(number, classes, *example['shape']) >= 2**31:

@@ -94,7 +94,7 @@ def test_classes_that_several_tables_agree_on(tmp_path):
     assert set(load_table(numbers, **HOW, classes=[5, 4, 3]).y_train.tolist()) == {0, 2}
     for classes, said in (
         (['malign', 'unclear'], "the label 'benign', which is none"), ('malign', 'at least two'),
-        (['malign'] * 2, 'at least two'), (['malign'], 'at least two'),
+        (['malign'] * 2, 'at least two'), (['malign'], 'at least two'), (5, 'at least two'),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             load_table(tmp_path / 'there.csv', **HOW, classes=classes)
@@ -313,6 +313,18 @@ def test_images_of_the_hub(hub, tmp_path, kind):
     assert found.clients_train.tolist() == [i % 4 for i in range(16)]
     assert found.clients_test.tolist() == [i % 4 for i in range(16, 24)]
     assert load_hub(one, **{**LETTERS, 'client': None, 'size': 4}, test=0.5).x_test.shape == (12, 4, 4, 1)
+
+
+def test_classes_that_several_sets_of_the_hub_agree_on(hub):
+    one, known = letters(hub)[0], ['c', 'other', 'b', 'a']
+    words = one.cast_column('character', hub.Value('int64')).map(lambda row: {'character': 'abc'[row['character']]})
+    for each in (one, words):
+        both = hub.DatasetDict(train=each.select(range(16)), test=each.select(range(16, 24)))
+        found = load_hub(both, **LETTERS, classes=known)
+        assert found.classes == tuple(known)
+        assert [*found.y_train, *found.y_test] == [[3, 2, 0][i % 3] for i in range(24)]
+        with pytest.raises(ValueError, match=r"'character' has the label '\w', which is none of `classes`"):
+            load_hub(each, **LETTERS, test=0.25, classes=['a', 'b'])
 
 
 def test_numbers_and_arrays_of_the_hub(hub):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import struct
 import tarfile
 import tracemalloc
 import zipfile
@@ -142,7 +143,8 @@ def test_folders_may_be_named_after_clients(order, zipped, tmp_path, kept):
                 pixels = picture(place / f'{split}{i}.png').tobytes()
                 wanted[pixels] = (split, client, c)
     if 'split' in order:
-        picture(folder.joinpath(*({'split': 'unused'}.get(level, 'x') for level in order.split('/')), '0.png'))
+        unused = {'split': 'unused', 'client': 'west', 'class': 'owl'}
+        picture(folder.joinpath(*(unused[level] for level in order.split('/')), '0.png'))
     path = packed(folder, 'zip') if zipped else folder
     for _ in range(2):  # decoded, then kept
         found = load_folder(path, test=test, folders=order, cache=kept)
@@ -163,6 +165,56 @@ def test_folders_may_be_named_after_clients(order, zipped, tmp_path, kept):
     assert sum(map(len, rows)) == len(found.y_train)
 
 
+def test_a_client_without_any_image_of_the_splits_is_not_passed_over(tmp_path, kept):
+    folder = tmp_path / 'sites'
+    for split, client in (('train', 'north'), ('test', 'north'), ('train', 'south'), ('unused', 'south')):
+        for c in 'ab':
+            picture(folder / client / split / c / '0.png')
+    found = load_folder(folder, folders='client/split/class', cache=kept)
+    assert found.clients_train.tolist() == [0, 0, 1, 1]
+    assert found.clients_test.tolist() == [0, 0]  # one without test images is one, too
+    picture(folder / 'south' / 'train' / '0.png')
+    with pytest.raises(ValueError, match=r"'south/train/0\.png' beside folders of classes"):
+        load_folder(folder, folders='client/split/class', cache=kept)
+    (folder / 'south' / 'train' / '0.png').unlink()
+    for place in ('west/Train/a/0.png', 'west/0.png'):
+        picture(folder / place)
+        with pytest.raises(ValueError, match="has images in 'west', and none of them in its train/ or test/"):
+            load_folder(folder, folders='client/split/class', cache=kept)
+        shutil.rmtree(folder / 'west')
+    with zipfile.ZipFile(tmp_path / 'odd.zip', 'w') as file:
+        for name in ('train//a/0.png', 'train/x/b/0.png', 'test/x/a/0.png', 'test/x/b/0.png'):
+            file.writestr(name, (folder / 'north' / 'train' / 'a' / '0.png').read_bytes())
+    with pytest.raises(ValueError, match=r"'train//a/0\.png', in a folder without a name"):
+        load_folder(tmp_path / 'odd.zip', folders='split/client/class', cache=kept)
+
+
+def test_classes_that_several_folders_agree_on(tmp_path, kept):
+    """A site without a class numbers the others as all do."""
+    images(tmp_path / 'here', classes=('owl', 'dog'))
+    images(tmp_path / 'there', ('.',), classes=('dog',), count=6)
+    shutil.rmtree(tmp_path / 'here' / 'test' / 'dog')  # nor must it be tested on all of its own
+    known = ['owl', 'cat', 'dog']
+    here = load_folder(tmp_path / 'here', classes=known, cache=kept)
+    there = load_folder(tmp_path / 'there', test=0.5, classes=np.array(known), cache=kept)
+    assert here.classes == there.classes == tuple(known)
+    assert [sorted({*y.tolist()}) for y in (here.y_train, here.y_test, there.y_train)] == [[0, 2], [0], [2]]
+    again = load_folder(tmp_path / 'there', test=0.5, classes=known[::-1], cache=kept)
+    assert {*again.y_train.tolist()} == {0}  # and what is kept is of these
+    for how, said in (
+        ({'classes': ['owl', 'cat']}, "here has the label 'dog', which is none"),
+        ({'classes': 'owl'}, 'at least two different labels'),
+        ({'classes': ['owl'] * 3}, 'at least two different labels'),
+        ({'classes': 5}, 'at least two different labels'),
+        ({}, "'dog' in only one of train/ and test/"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load_folder(tmp_path / 'here', cache=kept, **how)
+    picture(tmp_path / 'here' / 'test' / 'cat' / '0.png')
+    with pytest.raises(ValueError, match="'cat' in only one of"):
+        load_folder(tmp_path / 'here', classes=known, cache=kept)
+
+
 UPRIGHT = {  # by the number with which EXIF says how a camera was held
     1: lambda x: x,
     2: lambda x: x[:, ::-1],
@@ -180,11 +232,14 @@ def test_images_stand_as_viewers_show_them(tmp_path, kept):
     said = {i: Image.Exif() for i in (*UPRIGHT, 9)}
     for i, about in said.items():
         about[0x112] = i
-    content = {
-        **{i: about.tobytes() for i, about in said.items()},
+    content = {i: about.tobytes() for i, about in said.items()} | {
         'cut': said[6].tobytes()[:14],
         'odd': b'Exif\0\0' * 9,
     }
+    # Held as 6 says, and in a unit of inches that no short number is.
+    content['beside'] = b'Exif\0\0MM\0*' + struct.pack(
+        '>IHHHIIHHIII', 8, 2, 0x112, 3, 1, 6 << 16, 0x128, 4, 1, 99999, 0
+    )
     pixels = {
         name: picture(tmp_path / 'a' / split / c / f'{name}.png', (6, 6), exif=about)
         for name, about in content.items()
@@ -193,9 +248,9 @@ def test_images_stand_as_viewers_show_them(tmp_path, kept):
     }
     found = load_folder(tmp_path / 'a', cache=kept)
     for (name, lying), x in zip(
-        sorted(pixels.items(), key=lambda item: f'{item[0]}.png'), found.x_test[-11:], strict=True
+        sorted(pixels.items(), key=lambda item: f'{item[0]}.png'), found.x_test[-12:], strict=True
     ):
-        np.testing.assert_array_equal(x, UPRIGHT.get(name, UPRIGHT[1])(lying), str(name))
+        np.testing.assert_array_equal(x, UPRIGHT.get(6 if name == 'beside' else name, UPRIGHT[1])(lying), str(name))
 
 
 def test_another_name_for_the_test_folder(tmp_path, kept):
@@ -229,6 +284,8 @@ def test_sizes_modes_and_formats(tmp_path, kept):
         ({'test': 0}, '`test` must lie in'),
         ({'test': 1.0}, '`test` must lie in'),
         ({'test': 'train'}, "another folder than 'train'"),
+        ({'test': 'held/test'}, 'the name of another folder'),
+        ({'test': ''}, 'the name of another folder'),
         (
             {'test': 'none'},
             r"no images in none/, but in test, train; name the folder for testing, such as test='val', or",

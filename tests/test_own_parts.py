@@ -86,6 +86,23 @@ def nothing(lr=1.0):
     return lr
 
 
+def of_numpy(lr=np.float32(0.5), momentum=jnp.float32(0.25)):
+    return optax.sgd(lr, momentum)
+
+
+def scheduled(lr=optax.constant_schedule(0.5), momentum=None):
+    assert momentum is None
+    return optax.sgd(lr)
+
+
+def seeded(lr=1.0):
+    return optax.chain(optax.add_noise(1e-3, 0.0, jax.random.key(0)), optax.sgd(lr))
+
+
+def unmade(lr=1.0):
+    return optax.GradientTransformation(lambda params: 1 // 0, None)
+
+
 number = 3
 '''
 DIGITS = {'dataset': 'digits', 'max_examples': 300, 'clients': 6, 'rounds': 2, 'local_epochs': 1}
@@ -128,13 +145,21 @@ def test_a_server_optimizer_has_a_rate_and_what_it_names(tmp_path):
     sgd = {'server_optimizer': 'sgd', 'server_lr': 0.5}
     assert trajectory(heavy) == trajectory({**sgd, 'server_momentum': 0.25})
     assert trajectory({**heavy, 'server_momentum': 0.75}) == trajectory({**sgd, 'server_momentum': 0.75})
-    assert trajectory({'server_optimizer': 'optax:lion', 'server_lr': 0.01})[-1] > 0
+    assert trajectory({'server_optimizer': 'pieces.some:scheduled', 'server_lr': 0.5}) == trajectory(sgd)
+    own = Setting(**DIGITS, server_optimizer='pieces.some:of_numpy')
+    assert json.loads(json.dumps(own.plain()))['server_lr'] == 0.5
+    assert trajectory({'server_optimizer': 'pieces.some:of_numpy'}) == trajectory(heavy)
+    with pytest.raises(ValueError, match='scheduled has no rate of its own'):
+        Setting(**DIGITS, server_optimizer='pieces.some:scheduled')
     with pytest.raises(ValueError, match=r'optax:lion has no rate of its own: give server_lr'):
         Setting(**DIGITS, server_optimizer='optax:lion')
     for given, said in (
         ({'server_optimizer': 'pieces.some:half', 'server_momentum': 0.5}, 'half has no argument `momentum`: leave'),
         ({'server_optimizer': 'pieces.some:nothing'}, 'nothing must make an optax transformation, not 1.0'),
         ({'server_optimizer': 'optax:constant_schedule', 'server_lr': 1.0}, 'must make an optax transformation, not <'),
+        ({'server_optimizer': 'pieces.some:seeded'}, 'seeded keeps a random key, which no file can hold'),
+        ({'server_optimizer': 'pieces.some:unmade'}, 'unmade: ZeroDivisionError'),
+        ({'server_optimizer': 'optax:polyak_sgd', 'server_lr': 1.0}, "polyak_sgd: TypeError: .*'value'"),
         ({'server_optimizer': 'optax:sgd', 'server_lr': 1.0, 'algorithm': 'solo'}, 'no server model to optimize'),
     ):
         with pytest.raises(ValueError, match=said):

@@ -233,11 +233,18 @@ def test_what_was_read_is_exported_without_data(client, clients, tmp_path):
     saving.export(tmp_path / 'more', algorithm, saved, about={'made for': 'you'}, classes=[*'vwxyz'])
     more = json.loads((tmp_path / 'more.json').read_text())
     assert more == {**about[0], 'made for': 'you', 'classes': [*'vwxyz']}
-    for message, given in {'give neither': (saved, clients), 'data must be given with a state': (state,)}.items():
+    for message, given, how in (
+        ('give neither', (saved, clients), {}),
+        ('give neither', (saved,), {'client': 1}),
+        ('data must be given with a state', (state,), {}),
+        ('state must be a State, or Saved', ('kept',), {}),
+        ('name all 5', (saved,), {'classes': []}),
+        ('what JSON can hold by name', (saved,), {'about': ['x']}),
+        ('client 9 of 4', (saved._replace(about={**saved.about, 'client': 9}),), {}),
+    ):
         with pytest.raises(ValueError, match=message):
-            saving.export(tmp_path / 'wrong', algorithm, *given)
-    with pytest.raises(ValueError, match='give neither'):
-        saving.export(tmp_path / 'wrong', algorithm, saved, client=1)
+            saving.export(tmp_path / 'wrong', algorithm, *given, **how)
+    saving.export(tmp_path / 'array', algorithm, saved, classes=np.array(names))
     assert not list(tmp_path.glob('wrong*'))
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ def load_folder(
     folders: str | None = None,
     size: int | Sequence[int] | None = None,
     channels: int = 3,
+    classes: Sequence[str] | None = None,
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
 ) -> Dataset:
@@ -51,7 +52,8 @@ def load_folder(
     it is used.
 
     Args:
-        path: the folder, or a .zip or .tar file of it, compressed or not, which is not unpacked.
+        path: the folder, or a .zip or .tar file of it, compressed or not, which is not unpacked. In a file, a folder
+            that holds all others is left out.
         test: the folder beside `train` with the test images, 'val' for instance; or, where all images lie in `CLASS/`,
             the share of each class that is held out for testing, between 0 and 1.
         folders: what folders are named after, from the top: 'split/client/class' where images lie in
@@ -61,13 +63,15 @@ def load_folder(
         size: side, or height and width, to which images are scaled, after what is too long is cut off at both ends.
             Without it they must be alike.
         channels: 3 for colours, 1 for grey.
+        classes: all that there may be, in the order of their numbers: where several folders must agree, of which some
+            lack a class. By default those that occur.
         seed: draws what is held out.
         cache: a folder; by default `fedjax_nc` in `$XDG_CACHE_HOME` or `~/.cache`. Where nothing can be written,
             nothing is kept.
 
     Returns:
-        The data set, named after the folder: x [n, H, W, channels] uint8, y [n] int32, classes, clients and files in
-        alphabetical order.
+        The data set, named after the folder: x [n, H, W, channels] uint8, y [n] int32; classes if they are not given,
+        clients and files in alphabetical order.
 
     Raises:
         DatasetUnavailableError: if there is no such folder or file.
@@ -98,11 +102,16 @@ def load_folder(
     seed = checks.static('`seed`', seed, 0)
     if not isinstance(test, str):
         checks.number('`test`', test, 0, high=1, open_low=True, open_high=True)
-    elif test == 'train':
-        raise ValueError("`test` must be another folder than 'train', or the share of all images that is for testing.")
+    elif test == 'train' or '/' in test or not test:
+        raise ValueError(
+            "`test` must be the name of another folder than 'train', or the share of all images that is for testing."
+        )
     levels = _levels(folders, isinstance(test, str))
-    how = {'test': test, 'seed': seed, 'folders': '/'.join(levels)}
-    return _load(path, None, lambda files: _by_folder(files, levels, test, seed), cache, sides, channels, **how)
+    classes = tuple(classes) if classes is not None and np.ndim(classes) else classes
+    how = {'test': test, 'seed': seed, 'folders': '/'.join(levels), 'classes': classes}
+    return _load(
+        path, None, lambda files: _by_folder(files, levels, test, seed, classes), cache, sides, channels, **how
+    )
 
 
 def load_tiny_imagenet(path: str | os.PathLike[str], *, cache: str | os.PathLike[str] | None = None) -> Dataset:
@@ -151,7 +160,7 @@ def _load(
     cache: str | os.PathLike[str] | None,
     sides: tuple[int, int] | None = None,
     channels: int = 3,
-    **how: str | float,
+    **how: Any,
 ) -> Dataset:
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f'`path` must be a path; got {checks.shown(path)}.')
@@ -199,25 +208,22 @@ def _levels(folders: str | None, split: bool) -> tuple[str, ...]:
     return levels
 
 
-def _by_folder(files: containers.Container, levels: Sequence[str], test: str | float, seed: int) -> Layout:
+def _by_folder(
+    files: containers.Container,
+    levels: Sequence[str],
+    test: str | float,
+    seed: int,
+    known: Sequence[str] | None = None,
+) -> Layout:
     images = [name for name in files.files if pictures.named(name)]
     if isinstance(test, str):
-        place = levels.index('split')
-        above = {name: name.split('/')[place] for name in images if name.count('/') > place}
-        there = sorted({*above.values()})
-        if empty := [split for split in ('train', test) if split not in there]:
-            others = f', but in {", ".join(there[:5])}{", ..." if len(there) > 5 else ""}' if there else ''
-            raise ValueError(
-                f'{files.path} has no images in {" or ".join(f"{split}/" for split in empty)}{others}; name the folder '
-                "for testing, such as test='val', or if all lie in CLASS/, give the share of them that is for testing, "
-                'such as test=0.2; `folders` says what else folders are named after'
-            )
-        images = [name for name in images if above.get(name) in ('train', test)]
+        images = _of_splits(files.path, images, levels.index('split'), test)
     named = _named(files.path, images, levels)
-    classes, y = _numbered(files.path, named['class'])
+    classes, y = _numbered(files.path, named['class'], known)
     if isinstance(test, str):
         train, held = (np.flatnonzero(np.array(named['split']) == split) for split in ('train', test))
-        if other := sorted(set(y[train].tolist()) ^ set(y[held].tolist())):
+        trained, tested = ({*y[rows].tolist()} for rows in (train, held))
+        if other := sorted(tested - trained if known else tested ^ trained):
             raise ValueError(
                 f'{files.path} has {checks.shown(classes[other[0]])} in only one of train/ and {test}/, '
                 f'and {len(other) - 1} more classes: add their images, or remove their folders'
@@ -238,6 +244,28 @@ def _by_folder(files: containers.Container, levels: Sequence[str], test: str | f
     return layout._replace(clients_train=whose[train], clients_test=whose[held], clients=tuple(clients))
 
 
+def _of_splits(path: Path, images: list[str], place: int, test: str) -> list[str]:
+    """Those images that lie in `train` or `test` at that place of their paths."""
+    above = {name: name.split('/')[:-1] for name in images}
+    at = {name: folders[place] for name, folders in above.items() if len(folders) > place}
+    there = sorted({*at.values()})
+    if empty := [split for split in ('train', test) if split not in there]:
+        others = f', but in {", ".join(there[:5])}{", ..." if len(there) > 5 else ""}' if there else ''
+        raise ValueError(
+            f'{path} has no images in {" or ".join(f"{split}/" for split in empty)}{others}; name the folder for '
+            "testing, such as test='val', or if all lie in CLASS/, give the share of them that is for testing, such as "
+            'test=0.2; `folders` says what else folders are named after'
+        )
+    inside = [name for name in images if at.get(name) in ('train', test)]
+    around = {tuple(above[name][:n]) for name in inside for n in range(place + 1)}  # folders of clients and classes
+    if other := sorted({tuple(folders[:place]) for folders in above.values()} - around):
+        raise ValueError(
+            f'{path} has images in {checks.shown("/".join(other[0]))}, and none of them in its train/ or {test}/: name '
+            'its folders like those of the others, or remove it'
+        )
+    return inside
+
+
 def _named(path: Path, images: list[str], levels: Sequence[str]) -> dict[str, list[str]]:
     """The folders of each level that images lie in."""
     above = [name.split('/')[:-1] for name in images]
@@ -246,12 +274,18 @@ def _named(path: Path, images: list[str], levels: Sequence[str]) -> dict[str, li
             raise ValueError(
                 f'{path} has {checks.shown(name)} beside folders of {LEVELS[levels[len(there)]]}: move it into one'
             )
+        if not all(there):
+            raise ValueError(f'{path} has {checks.shown(name)}, in a folder without a name: pack it again')
     return {level: [there[i] for there in above] for i, level in enumerate(levels)}
 
 
-def _numbered(path: Path, names: list[str]) -> tuple[tuple[str, ...], NDArray[np.int32]]:
-    """Classes in order, and the label of each image."""
+def _numbered(
+    path: Path, names: list[str], known: Sequence[str] | None = None
+) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+    """Classes in order, or as they are `known`, and the label of each image."""
     classes, y = tables.numbered('class', np.array(names, object))
+    if known is not None:
+        classes, y = tables.renumbered(str(path), classes, y, known)
     if len(classes) < 2:
         raise ValueError(f'{path} must hold images of two classes or more, each in its folder: {classes}')
     return tuple(classes), y

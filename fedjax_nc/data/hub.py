@@ -22,6 +22,7 @@ def load_hub(
     test: str | float = 'test',
     size: int | Sequence[int] | None = None,
     channels: int = 3,
+    classes: Sequence[str | int] | None = None,
     seed: int = 0,
 ) -> Dataset:
     """Loads a data set of Hugging Face's `datasets`. Nothing is downloaded.
@@ -36,6 +37,8 @@ def load_hub(
             read, between 0 and 1.
         size: side, or height and width, to which images are scaled. Without it they must be alike.
         channels: of images, 3 for colours, 1 for grey.
+        classes: all labels that there may be, in the order of their numbers: where several sets must agree, of which
+            some lack a class. By default those that `datasets` knows, or that occur.
         seed: draws what is held out.
 
     Returns:
@@ -86,12 +89,13 @@ def load_hub(
     )
     kind = one.features[label]
     if isinstance(kind, datasets.ClassLabel):
-        classes, y = tuple(kind.names), np.asarray(one[label][:])
-        if y.dtype.kind not in 'iu' or y.min() < 0 or y.max() >= len(classes):
-            raise ValueError(f'{name} has labels in {label!r} that are none of its {len(classes)} classes')
+        values, y = kind.names, np.asarray(one[label][:])
+        if y.dtype.kind not in 'iu' or y.min() < 0 or y.max() >= len(values):
+            raise ValueError(f'{name} has labels in {label!r} that are none of its {len(values)} classes')
     else:
         values, y = tables.numbered(label, _column(one, label))
-        classes = tuple(str(value) for value in values)
+    if classes is not None:
+        values, y = tables.renumbered(f'column {label!r}', values, y, classes)
     owners = tables.numbered(client, _column(one, client)) if client else None
     first = len(source['train'])
     train, held = (
@@ -99,7 +103,7 @@ def load_hub(
         if isinstance(test, str)
         else tables.test_rows(test, {}, y.astype(np.int32), seed)
     )
-    return tables.divided(x, y.astype(np.int32), train, held, name, classes, owners)
+    return tables.divided(x, y.astype(np.int32), train, held, name, tuple(map(str, values)), owners)
 
 
 def _opened(path: Path) -> Any:

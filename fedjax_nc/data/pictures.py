@@ -93,14 +93,20 @@ def picture(content: bytes, sides: tuple[int, int] | None = None, channels: int 
 
 def _upright(image: Any) -> Any:
     """What viewers show: cameras write pixels as their sensor lies, and beside them how it was held."""
-    from PIL import ImageOps
+    from PIL import ExifTags, Image
 
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # said of what is damaged beside the pixels, which does not matter
         try:
-            return ImageOps.exif_transpose(image)
+            held = image.getexif().get(ExifTags.Base.Orientation)
         except Exception:  # of any kind: where pixels are damaged, too, it comes again
             return image
+    turns = Image.Transpose
+    turn = {
+        2: turns.FLIP_LEFT_RIGHT, 3: turns.ROTATE_180, 4: turns.FLIP_TOP_BOTTOM, 5: turns.TRANSPOSE,
+        6: turns.ROTATE_270, 7: turns.TRANSVERSE, 8: turns.ROTATE_90,
+    }.get(held if isinstance(held, int) else 1)  # fmt: skip
+    return image if turn is None else image.transpose(turn)
 
 
 def sides(size: int | Sequence[int] | None) -> tuple[int, int] | None:

@@ -92,7 +92,7 @@ def split(
     x = np.stack([numbers(column, columns[column], kind) for column in names], axis=1)
     values, y = numbered(label, columns[label])
     if classes is not None:
-        values, y = renumbered(label, values, y, classes)
+        values, y = renumbered(f'column {label!r}', values, y, classes)
     train, held = test_rows(test, columns, y, seed)
     if standardize:
         largest = np.abs(x[train]).max(0)
@@ -252,12 +252,16 @@ def numbered(name: str, column: NDArray[Any]) -> tuple[list[Any], NDArray[np.int
 
 
 def renumbered(
-    name: str, values: list[Any], places: NDArray[np.int32], classes: Sequence[str | int]
+    what: str, values: Sequence[Any], places: NDArray[np.integer], classes: Sequence[str | int]
 ) -> tuple[list[Any], NDArray[np.int32]]:
-    """The same as `numbered` gives, by the order of `classes`, which may have more than those that occur."""
-    if isinstance(classes, str) or len(set(classes)) < max(len(classes), 2):
+    """The same as `numbered` gives, by the order of `classes`, which may have more than those that occur.
+
+    Raises:
+        ValueError: for `classes` that are no different labels, and where `what`, as messages call it, has others.
+    """
+    if np.ndim(classes) != 1 or len(set(classes)) < max(len(classes), 2):
         raise ValueError(f'`classes` must be at least two different labels, not {checks.shown(classes)}')
     known = {value: i for i, value in enumerate(classes)}
     if odd := [value for value in values if value not in known]:
-        raise ValueError(f'column {name!r} has the label {checks.shown(odd[0])}, which is none of `classes`')
+        raise ValueError(f'{what} has the label {checks.shown(odd[0])}, which is none of `classes`')
     return list(classes), np.array([known[value] for value in values], np.int32)[places]

@@ -250,7 +250,7 @@ def server_optimizer(name: str) -> tuple[Callable[[float, float], optax.Gradient
 
     Raises:
       ValueError: for another name, a module that cannot be imported, or what is no such function in it. What is
-        returned raises it for a momentum that the function does not take, and for whatever else it makes.
+        returned raises it for a momentum that the function does not take, and for what cannot take a server's steps.
     """
     if not own.is_own('server_optimizer', name, ('average', *SERVER_OPTIMIZERS), 'function'):
         function = SERVER_OPTIMIZERS['sgd' if name == 'average' else name]
@@ -258,21 +258,47 @@ def server_optimizer(name: str) -> tuple[Callable[[float, float], optax.Gradient
         return function, lr, momentum
     function, what = own.attribute('server_optimizer', name), f'server_optimizer {name}'
     defaults, _ = own.takes(function)
-    by_name = ('momentum',) if (takes := 'momentum' in defaults) else ()
-    checks.called(what, function, 'lr', 'server_optimizers.fedyogi', by_name=by_name)
+    takes = 'momentum' in defaults
+    checks.called(what, function, 'lr', 'server_optimizers.fedyogi', by_name=('momentum',) if takes else ())
 
     def make(lr: float, momentum: float) -> optax.GradientTransformation:
         if momentum and not takes:
             raise ValueError(f'{what} has no argument `momentum`: leave server_momentum out')
+        given = {'momentum': momentum} if takes and (momentum or defaults['momentum'] is not None) else {}
         try:
-            made = function(lr, **({'momentum': momentum} if takes else {}))
+            made = function(lr, **given)
+            if isinstance(made, optax.GradientTransformation):
+                state = _state_after_a_step(made)
         except Exception as error:  # whatever a function of somebody else's raises
             raise ValueError(f'{what}: {in_one_line(error)}') from error
         if not isinstance(made, optax.GradientTransformation):
             raise ValueError(f'{what} must make an optax transformation, not {checks.shown(made)}')
+        if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state)):
+            raise ValueError(
+                f'{what} keeps a random key, which no file can hold: let it keep jax.random.key_data of it'
+            )
         return made
 
-    return make, next(iter(defaults.values()), None), defaults.get('momentum') or 0.0
+    rate, momentum = (_positive(value) for value in (next(iter(defaults.values()), None), defaults.get('momentum')))
+    return make, rate, momentum or 0.0
+
+
+def _state_after_a_step(optimizer: optax.GradientTransformation) -> Any:
+    """The shapes of an optimizer's state after a step as a server takes it."""
+
+    def step(params: dict[str, Array]) -> Any:
+        return optimizer.update(params, optimizer.init(params), params)[1]
+
+    return jax.eval_shape(step, {'w': jnp.zeros(2)})
+
+
+def _positive(value: Any) -> float | None:
+    """A default as a setting can hold it, or None where it is no positive number, such as a schedule."""
+    try:
+        checks.number('a default', value, open_low=True)
+    except ValueError:
+        return None
+    return float(value)
 
 
 LEARNED = ('linear', 'unbiased', 'unit_norm', 'cosine')

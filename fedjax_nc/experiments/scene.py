@@ -46,7 +46,8 @@ def misfit(setting: Setting, scene: Scene) -> ValueError | None:
     except ValueError as error:
         return error.with_traceback(None)  # whose frames hold the data
     except Exception as error:  # whatever a user's own part raises
-        if not any(':' in str(name) for name in (setting.algorithm, setting.model, setting.head, setting.loss)):
+        names = (setting.algorithm, setting.model, setting.head, setting.loss, setting.server_optimizer)
+        if not any(':' in str(name) for name in names):
             raise
         return ValueError(in_one_line(error))
     return None
