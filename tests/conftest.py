@@ -1,3 +1,5 @@
+import gc
+import itertools
 import os
 
 import jaxlib
@@ -11,10 +13,24 @@ os.environ.setdefault(
     + (' --xla_cpu_use_fusion_emitters=false' if jaxlib.__version__.startswith('0.10.') else ''),
 )
 
+import jax
 import pytest
 import toys
 
 from fedjax_nc.base import FederatedData
+
+gc.set_threshold(
+    20_000, 50, 100
+)  # tracing makes many objects that stay: to look through them again and again takes 3 %
+FILES = itertools.count(1)
+
+
+@pytest.fixture(autouse=True, scope='module')
+def room():
+    """Forgets what was compiled every eight files: all of it would take a process 6 GB."""
+    yield
+    if next(FILES) % 8 == 0:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope='session')
