@@ -5,17 +5,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedjax_nc import _keys
 from fedjax_nc.base import Array, State, Tree
 
 
 def plain(leaves: Any) -> list[Array]:
     """Leaves that NumPy can hold: keys become their numbers."""
-    return [jax.random.key_data(u) if keyed(u) else u for u in jax.tree.leaves(leaves)]
-
-
-def keyed(u: Any) -> bool:
-    """Whether an array is one of random keys."""
-    return jax.dtypes.issubdtype(getattr(u, 'dtype', np.float32), jax.dtypes.prng_key)
+    return jax.tree.leaves(_keys.plain(leaves))
 
 
 def described(u: Any) -> str:

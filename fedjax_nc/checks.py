@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from fedjax_nc._differences import reshaped, restructured
+from fedjax_nc._differences import in_one_line, reshaped, restructured
 from fedjax_nc.base import Aggregator, Algorithm, Array, FederatedData, Head, Info, Model, Objective, State, Tree
 
 MOST_CLASSES = 2**20
@@ -425,6 +425,23 @@ def transformation(name: str, value: Any) -> None:
     """
     if not isinstance(value, optax.GradientTransformation):
         raise ValueError(f'{name} must be an optax optimizer, such as optax.sgd(0.1), not {shown(value)}')
+
+
+def steps(name: str, optimizer: optax.GradientTransformation, params: Tree) -> None:
+    """Refuses an optax optimizer that cannot take a step by a gradient alone, as one that asks for the loss.
+
+    Args:
+      name: what the caller calls it.
+      optimizer: of optax, whose step is traced and not computed.
+      params: what it is to move.
+
+    Raises:
+      ValueError: for such an optimizer.
+    """
+    try:
+        jax.eval_shape(lambda params: optimizer.update(params, optimizer.init(params), params), params)
+    except Exception as error:  # whatever a function of somebody else's raises
+        raise ValueError(f'{name} cannot take a step by a gradient alone: {in_one_line(error)}') from error
 
 
 def seeded(seed: int) -> jax.Array:

@@ -23,7 +23,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save as packed
 
-from fedjax_nc import checks, population, tree
+from fedjax_nc import _keys, checks, population, tree
 from fedjax_nc._checkpoints import replace
 from fedjax_nc._fingerprint import of_arrays
 from fedjax_nc.base import Algorithm, FederatedData, State, Tree
@@ -74,7 +74,9 @@ def save(
     server, own = _chosen(algorithm, state, data, client)
     said = _description(algorithm, server, own, data, client, classes, about)
     # The file takes buffers as they lie in memory: a transposed view would come back as another array.
-    arrays = {name: np.asarray(leaf, order='C') for name, leaf in tree.by_path(_whole(server, own)).items()}
+    arrays = {
+        name: np.asarray(leaf, order='C') for name, leaf in tree.by_path(_keys.plain(_whole(server, own))).items()
+    }
     said['checksum'] = of_arrays(arrays)
     replace(Path(path), packed(arrays, metadata={'fedjax_nc': json.dumps(said)}))
 
@@ -98,8 +100,8 @@ def load(path: str | Path, algorithm: Algorithm, like: State | None = None) -> S
     checks.kind('algorithm', algorithm, Algorithm)
     path = Path(path)
     content, about = _read(path)
-    server, client = _shapes(algorithm, about, like)
-    wanted = tree.by_path(_whole(server, client))
+    whole = _whole(*_shapes(algorithm, about, like))
+    wanted = tree.by_path(jax.eval_shape(_keys.plain, whole))
     if set(wanted) != set(content):
         lacking, odd = sorted(set(wanted) - set(content)), sorted(set(content) - set(wanted))
         said = [
@@ -118,8 +120,8 @@ def load(path: str | Path, algorithm: Algorithm, like: State | None = None) -> S
                 f'{path} is of another model: {name} is {found.dtype} {found.shape} and should be '
                 f'{leaf.dtype} {leaf.shape}'
             )
-    whole = _whole(server, client)
-    filled = jax.tree.unflatten(jax.tree.structure(whole), [jnp.asarray(content[name]) for name in wanted])
+    leaves = [_keys.again(content[name], leaf) for name, leaf in zip(wanted, jax.tree.leaves(whole), strict=True)]
+    filled = jax.tree.unflatten(jax.tree.structure(whole), leaves)
     return Saved(filled['server'], filled.get('client'), about)
 
 

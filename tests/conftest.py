@@ -19,9 +19,8 @@ import toys
 
 from fedjax_nc.base import FederatedData
 
-gc.set_threshold(
-    20_000, 50, 100
-)  # tracing makes many objects that stay: to look through them again and again takes 3 %
+# Tracing makes many objects that stay: to look for garbage among them again and again takes 3 % of the time.
+gc.set_threshold(20_000, 50, 100)
 FILES = itertools.count(1)
 
 

@@ -199,7 +199,10 @@ def algorithm(
 
     def init(key: Array, data: FederatedData) -> Server:
         v = objective.init(key, data)
-        return Server(v, follow.init(tree.split(v.params, parts)[0]), jnp.int32(0))
+        trained = tree.split(v.params, parts)[0]
+        if server_opt is not None:
+            checks.steps('server_opt', server_opt, trained)
+        return Server(v, follow.init(trained), jnp.int32(0))
 
     def init_client(key: Array, server: Server) -> Tree:
         if not persist_momentum:

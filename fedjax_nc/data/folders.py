@@ -107,7 +107,6 @@ def load_folder(
             "`test` must be the name of another folder than 'train', or the share of all images that is for testing."
         )
     levels = _levels(folders, isinstance(test, str))
-    classes = tuple(classes) if classes is not None and np.ndim(classes) else classes
     how = {'test': test, 'seed': seed, 'folders': '/'.join(levels), 'classes': classes}
     return _load(
         path, None, lambda files: _by_folder(files, levels, test, seed, classes), cache, sides, channels, **how
@@ -223,7 +222,7 @@ def _by_folder(
     if isinstance(test, str):
         train, held = (np.flatnonzero(np.array(named['split']) == split) for split in ('train', test))
         trained, tested = ({*y[rows].tolist()} for rows in (train, held))
-        if other := sorted(tested - trained if known else tested ^ trained):
+        if other := sorted(tested - trained if known is not None else tested ^ trained):
             raise ValueError(
                 f'{files.path} has {checks.shown(classes[other[0]])} in only one of train/ and {test}/, '
                 f'and {len(other) - 1} more classes: add their images, or remove their folders'
@@ -288,7 +287,7 @@ def _numbered(
         classes, y = tables.renumbered(str(path), classes, y, known)
     if len(classes) < 2:
         raise ValueError(f'{path} must hold images of two classes or more, each in its folder: {classes}')
-    return tuple(classes), y
+    return tuple(map(str, classes)), y
 
 
 def _tiny_imagenet(files: containers.Container) -> Layout:

@@ -250,7 +250,7 @@ def server_optimizer(name: str) -> tuple[Callable[[float, float], optax.Gradient
 
     Raises:
       ValueError: for another name, a module that cannot be imported, or what is no such function in it. What is
-        returned raises it for a momentum that the function does not take, and for what cannot take a server's steps.
+        returned raises it for a momentum that the function does not take, and for whatever else it makes.
     """
     if not own.is_own('server_optimizer', name, ('average', *SERVER_OPTIMIZERS), 'function'):
         function = SERVER_OPTIMIZERS['sgd' if name == 'average' else name]
@@ -267,29 +267,13 @@ def server_optimizer(name: str) -> tuple[Callable[[float, float], optax.Gradient
         given = {'momentum': momentum} if takes and (momentum or defaults['momentum'] is not None) else {}
         try:
             made = function(lr, **given)
-            if isinstance(made, optax.GradientTransformation):
-                state = _state_after_a_step(made)
         except Exception as error:  # whatever a function of somebody else's raises
             raise ValueError(f'{what}: {in_one_line(error)}') from error
-        if not isinstance(made, optax.GradientTransformation):
-            raise ValueError(f'{what} must make an optax transformation, not {checks.shown(made)}')
-        if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state)):
-            raise ValueError(
-                f'{what} keeps a random key, which no file can hold: let it keep jax.random.key_data of it'
-            )
+        checks.transformation(f'what {what} makes', made)
         return made
 
     rate, momentum = (_positive(value) for value in (next(iter(defaults.values()), None), defaults.get('momentum')))
     return make, rate, momentum or 0.0
-
-
-def _state_after_a_step(optimizer: optax.GradientTransformation) -> Any:
-    """The shapes of an optimizer's state after a step as a server takes it."""
-
-    def step(params: dict[str, Array]) -> Any:
-        return optimizer.update(params, optimizer.init(params), params)[1]
-
-    return jax.eval_shape(step, {'w': jnp.zeros(2)})
 
 
 def _positive(value: Any) -> float | None:

@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from fedjax_nc import _checkpoints, checks, saving, simulate, tree
+from fedjax_nc import _checkpoints, _keys, checks, saving, simulate, tree
 from fedjax_nc._checkpoints import Row
 from fedjax_nc._progress import Progress
 from fedjax_nc.aggregators import ClassRows
@@ -468,7 +468,7 @@ def stacked(replies: list[Reply | None], kinds: _plan.Shapes) -> Reply:
 
 
 def _zeros(shape: tuple[int, ...], like: Any) -> Array:
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        bare = jax.eval_shape(_wire.plain, jax.ShapeDtypeStruct(shape, like.dtype))
-        return _wire.again(jnp.zeros(bare.shape, bare.dtype), like)
+    if _keys.keyed(like):
+        bare = jax.eval_shape(_keys.plain, jax.ShapeDtypeStruct(shape, like.dtype))
+        return _keys.again(jnp.zeros(bare.shape, bare.dtype), like)
     return jnp.zeros(shape, like.dtype)

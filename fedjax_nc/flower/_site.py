@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors.numpy import save as packed
 
-from fedjax_nc import checks, evaluate, saving, tree
+from fedjax_nc import _keys, checks, evaluate, saving, tree
 from fedjax_nc._checkpoints import replace
 from fedjax_nc._fingerprint import of_arrays
 from fedjax_nc.base import Algorithm, FederatedData, Info, State, Tree
@@ -267,7 +267,7 @@ def keep(site: Site, name: str, ask: Ask, state: Tree) -> None:
     """
     if not jax.tree.leaves(state):
         return
-    arrays = {path: np.asarray(u, order='C') for path, u in tree.by_path(_wire.plain(state)).items()}
+    arrays = {path: np.asarray(u, order='C') for path, u in tree.by_path(_keys.plain(state)).items()}
     about = {'agreement': name, 'client': str(site.client), 'checksum': of_arrays(arrays)}
     replace(_place(site, ask.phase, ask.round), packed(arrays, metadata=about), durable=True)
     there = sorted(int(path.stem.split('-')[1]) for path in site.folder.glob(f'{ask.phase}-*.state'))
@@ -301,8 +301,8 @@ def restore(site: Site, name: str, phase: int, round: int, like: Tree) -> Tree:
         raise ValueError(f'{path.name} of site {site.client} is damaged: its numbers are not those that were written')
     if about != {'agreement': name, 'client': str(site.client)}:
         raise ValueError(f'{path.name} belongs to another agreement or site than {site.client}: use a folder for each')
-    wanted = tree.by_path(jax.eval_shape(_wire.plain, like))
+    wanted = tree.by_path(jax.eval_shape(_keys.plain, like))
     if {k: (u.shape, u.dtype) for k, u in found.items()} != {k: (u.shape, u.dtype) for k, u in wanted.items()}:
         raise ValueError(f'{path.name} of site {site.client} does not hold a state of phase {phase}')
-    leaves = [_wire.again(found[k], leaf) for k, leaf in zip(wanted, jax.tree.leaves(like), strict=True)]
+    leaves = [_keys.again(found[k], leaf) for k, leaf in zip(wanted, jax.tree.leaves(like), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -15,7 +15,7 @@ from flwr.app import Array as Packed
 from flwr.app import ArrayRecord
 from numpy.lib import format as npy
 
-from fedjax_nc import tree
+from fedjax_nc import _keys, tree
 from fedjax_nc.base import Tree
 
 HEADER = 1024  #: bytes that a header of NumPy's format may take at most
@@ -40,7 +40,7 @@ def pack(a: Tree, *, half: bool = False) -> ArrayRecord:
       The record.
     """
     record = {}
-    for name, leaf in tree.by_path(plain(a)).items():
+    for name, leaf in tree.by_path(_keys.plain(a)).items():
         value = np.asarray(leaf)
         if half and value.dtype == np.float32 and value.ndim > 1:
             with np.errstate(over='ignore', invalid='ignore'):
@@ -77,7 +77,7 @@ def unpack(record: ArrayRecord, like: Tree, who: str, *, most: float = MOST) -> 
 
 def _read(name: str, packed: Packed, leaf: Any, who: str, most: float) -> Any:
     """One leaf of a record, as `leaf` wants it."""
-    bare = jax.eval_shape(plain, leaf) if _is_key(leaf) else leaf
+    bare = jax.eval_shape(_keys.plain, leaf) if _keys.keyed(leaf) else leaf
     shape, dtype = tuple(bare.shape), np.dtype(bare.dtype)
     allowed = {dtype, np.dtype(np.float16)} if dtype == np.float32 else {dtype}
     claimed = f'{packed.dtype}{list(packed.shape)}'[:60]
@@ -90,7 +90,7 @@ def _read(name: str, packed: Packed, leaf: Any, who: str, most: float) -> Any:
         largest = float(np.max(np.abs(value.astype(np.float32))))
         if not largest <= most:  # NaN, too
             raise WireError(f'what {who} sent as {name} goes to {largest:.3g}, and {most:.3g} is the most')
-    return again(value, leaf)
+    return _keys.again(value, leaf)
 
 
 def unpack_array(name: str, packed: Packed, shape: tuple[int, ...], there: np.dtype[Any], who: str) -> np.ndarray:
@@ -108,22 +108,6 @@ def unpack_array(name: str, packed: Packed, shape: tuple[int, ...], there: np.dt
     if inside != (shape, False, there) or len(packed.data) - stream.tell() != body:
         raise WireError(f'what {who} sent as {name} holds something else than {claimed}')
     return np.frombuffer(packed.data, there, offset=stream.tell()).reshape(shape)
-
-
-def plain(a: Tree) -> Tree:
-    """A tree whose random keys are arrays of numbers."""
-    return jax.tree.map(lambda u: jax.random.key_data(u) if _is_key(u) else u, a)
-
-
-def again(value: Any, like: Any) -> Any:
-    """A leaf from its numbers: a key where `like` is one."""
-    if _is_key(like):
-        return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(like))
-    return jnp.asarray(value)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, 'dtype', np.float32), jax.dtypes.prng_key)
 
 
 def _short(name: str) -> str:
