@@ -80,7 +80,10 @@ def holding(out: Path) -> Iterator[None]:
     if not first_process():
         yield
         return
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(f'{out} cannot be made a folder for a run ({error.strerror}): choose another') from error
     try:
         held = FileLock(out.resolve() / '.lock', is_singleton=True).acquire(timeout=0)
     except Timeout:

@@ -130,7 +130,11 @@ def stacked(reduce: Callable[[Tree, Array], Tree]) -> Aggregator:
 
     Messages come in float32. Rows of weight 0 belong to nobody and must be ignored by `reduce`, and may be more than
     the cohort has clients. Costs M times the memory of a message.
+
+    Raises:
+      ValueError: for what is no such function.
     """
+    checks.called('reduce', reduce, 'messages, weights', 'coordinate_median, or what trimmed_mean(0.1) makes, is')
 
     def partial(messages: Tree, weights: Array, slots: Array, cohort: int) -> Tree:
         def place(u: Array) -> Array:

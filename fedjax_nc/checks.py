@@ -126,6 +126,21 @@ def static(name: str, value: Any, least: int = 1) -> int:
     return operator.index(value)
 
 
+def flags(**values: Any) -> None:
+    """Refuses what is neither true nor false: the word 'False' would be true.
+
+    Args:
+      **values: by their names; True, False, 1 or 0 of Python, NumPy or jax.
+
+    Raises:
+      ValueError: for all else.
+    """
+    for name, value in values.items():
+        truth = np.ndim(value) == 0 and getattr(value, 'dtype', np.dtype(type(value))).kind in 'bi'
+        if not truth or (not traced(value) and value not in (0, 1)):
+            raise ValueError(f'{name} must be True or False, not {shown(value)}')
+
+
 def labels(name: str, y: Any, length: int | None = None, classes: int | None = None) -> None:
     """Refuses labels that are no vector of integers in [0, C), or of another length.
 
@@ -403,12 +418,22 @@ def optimizer(name: str, value: Any) -> None:
 
     Args:
       name: what the caller calls it.
-      value: anything; a function is called once, with round 0.
+      value: anything; a function is called once, with a round that is traced.
 
     Raises:
-      ValueError: for what is no such function.
+      ValueError: for what is no such function, or one that needs the round's value.
     """
-    found = value(jnp.int32(0)) if callable(value) and not isinstance(value, type) else value
+    found = value
+    if callable(value) and not isinstance(value, type):
+        made: list[Any] = []
+        try:
+            jax.eval_shape(lambda round: made.append(value(round)), jax.ShapeDtypeStruct((), jnp.int32))
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+            raise ValueError(
+                f'{name} is given a round that is traced, whose value is not known when programs are compiled: choose '
+                'by jnp.where, or take a schedule of optax'
+            ) from error
+        found = made[0]
     if found is value or not (hasattr(found, 'init') and hasattr(found, 'update')):
         raise ValueError(f'{name} is a function of the round: local.sgd(0.1), or lambda round: optax.sgd(0.1)')
 

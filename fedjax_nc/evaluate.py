@@ -24,7 +24,8 @@ from fedjax_nc.local import batch_at, full_batches
 def confusion(predict: Callable[[Array], Array], shard: Shard, batch_size: int = 256) -> Array:
     """Counts [C, C] int32 of `predict: x [B, ...] -> logits [B, C]` over the examples of one shard.
 
-    An example one of whose logits is NaN counts as taken for the class after its own: a broken model is never right.
+    An example one of whose logits is NaN counts as taken for the class after its own: a broken model is never right,
+    unless there is but one class.
 
     Args:
       predict: the model.
@@ -96,6 +97,7 @@ def generic(algorithm: Algorithm, state: State, x: Array, y: Array, num_classes:
     checks.kind('state', state, State)
     num_classes = checks.static('num_classes', num_classes)
     batch_size = checks.static('batch_size', batch_size)
+    arguments.pixels('x', x)
     with _predicting():
         return sum(
             _generic(algorithm, state.server, *piece, num_classes, batch_size) for piece in _pieces(x, y, num_classes)
@@ -145,6 +147,7 @@ def mean(
     checks.called('measure', measure, 'logits, labels', '`losses.cross_entropy` is')
     batch_size = checks.static('batch_size', batch_size)
     _filled(x)
+    arguments.pixels('x', x)
     with _predicting():
         one = jax.eval_shape(lambda: algorithm.predict(state.server, None, arguments.on_device('test examples', x[:1])))
         checks.rows('logits', one, length=1)

@@ -119,6 +119,7 @@ def sample(
       ValueError: if `samples` is no whole number of at least 1.
     """
     samples = checks.static('samples', samples)
+    checks.flags(proportional=proportional)
     count, classes = gaussians.count, len(gaussians.count)
     share = samples * (count > 0).astype(jnp.int32)
     if proportional:

@@ -58,6 +58,7 @@ def linear(bias: bool = True) -> Head:
       >>> head.logits(params, fixed, jnp.ones((3, 16))).shape
       (3, 10)
     """
+    checks.flags(bias=bias)
     return Head(
         init=lambda key, dim, classes: (dense_init(key, dim, classes, bias), {}),
         logits=lambda params, fixed, z: dense(params, z),
@@ -77,6 +78,7 @@ def cosine(scale: float = 1.0, learn_scale: bool = True) -> Head:
       ValueError: for a `scale` that is not positive.
     """
     checks.number('scale', scale, open_low=True)
+    checks.flags(learn_scale=learn_scale)
 
     def init(key: Array, dim: int, classes: int) -> tuple[Tree, Tree]:
         return _with_scale(dense_init(key, dim, classes, bias=False), {}, scale, learn_scale)
@@ -130,6 +132,7 @@ def etf(
       ((3, 10), True)
     """
     checks.number('scale', scale, open_low=True)
+    checks.flags(learn_scale=learn_scale, project=project, unit_features=unit_features)
     if dim is not None:
         checks.whole('dim', dim)
 
@@ -167,6 +170,7 @@ def prototypes(scale: float = 1.0, learn_scale: bool = True, init: Frame = simpl
       ValueError: for a `scale` that is not positive.
     """
     checks.number('scale', scale, open_low=True)
+    checks.flags(learn_scale=learn_scale)
 
     def first(key: Array, dim: int, classes: int) -> tuple[Tree, Tree]:
         return _with_scale({}, {'w': normalize(init(key, dim, classes).T)}, scale, learn_scale)

@@ -110,6 +110,7 @@ def restricted_softmax(
     """
     checks.rows('counts', counts, 1, logits.shape[-1])
     checks.number('alpha', alpha)
+    checks.flags(soft=soft)
     n = counts.astype(jnp.float32)
     share = n / jnp.maximum(jnp.max(n), 1.0) if soft else jnp.sign(n)
     return cross_entropy(logits.astype(jnp.float32) * (alpha + (1.0 - alpha) * share), labels)

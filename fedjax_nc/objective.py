@@ -1,6 +1,6 @@
 """Model, head and loss joined into the one thing that algorithms see."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -68,7 +68,13 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
                 "classifier is the head's part, so give the body without it, or name that layer to the adapter, as in "
                 "models.from_flax(module, classifier='Dense_2')"
             )
-        params, fixed = head.init(kh, z.shape[-1], data.num_classes)
+        made = head.init(kh, z.shape[-1], data.num_classes)
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise ValueError(
+                f"a head's init makes (params, fixed), as that of heads.linear() does, not {checks.shown(made)}"
+            )
+        params, fixed = made
+        params = jax.tree.map(lambda u: jnp.float32(u) if isinstance(u, float | int) else u, params)
         logits = _shape_of(lambda z: head.logits(params, fixed, z), 'logits [B, C]', 2, z)
         y, counts = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, data.num_classes))
         try:
@@ -91,7 +97,14 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
         return model.features(v.params['body'], v.stats, batch.x, batch.mask, batch.key)
 
     def logits(v: Variables, z: Array) -> Array:
-        return head.logits(v.params['head'], v.fixed, z)
+        try:
+            return head.logits(v.params['head'], v.fixed, z)
+        except KeyError as error:
+            known = [name for part in (v.params.get('head'), v.fixed) if isinstance(part, Mapping) for name in part]
+            raise ValueError(
+                f'the head looks for {error} where there is {", ".join(known) or "nothing"}: the model was trained '
+                'with another head, which stages after it must have, too'
+            ) from error
 
     def batch_loss(v: Variables, z: Array, batch: Batch) -> Array:
         values = logits(v, z)

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -26,7 +26,7 @@ Names are other than those that rows have: `round`, `loss`, `padded_work`, `brok
 """
 
 
-OnRound = Callable[[Row, State], None]
+OnRound = Callable[[Row, State], Any]
 """Sees a round's row and the state after it, which it must not keep, for the next round takes its memory."""
 
 
@@ -100,7 +100,8 @@ def run(
         a warning, and the one before it taken.
       memory_limit: bytes that a round may take, as for `footprint.check`; `math.inf` for no limit.
       on_round: called with each round's row of `history`, after it is in the files, and with the state: with
-        `rounds_per_call`, that of the end of the call. For trackers see `watch`. An error in it ends the run.
+        `rounds_per_call`, that of the end of the call. For trackers see `watch`. If it returns True,
+        training ends there, and `out` is as after the last of fewer `rounds`; an error in it ends the run.
       progress: whether to show a progress bar, which is lines where no terminal is.
       name: its label.
 
@@ -138,6 +139,7 @@ def run(
     for what, number in numbers.items():
         checks.whole(what, number)
     checks.whole('eval_last', eval_last, 0)
+    checks.flags(resume=resume, progress=progress)
     cohort, chunk = (u if u is None else checks.static(what, u) for what, u in (('cohort', cohort), ('chunk', chunk)))
     checks.number('checkpoint_pause', checkpoint_pause)
     if memory_limit is not None:
@@ -162,7 +164,7 @@ def run(
         rounds, eval_every if evaluate is not None else None, eval_last,
         None if out is None else checkpoint_every or eval_every, checkpoint_pause, checkpoint_every is None,
     )  # fmt: skip
-    saved = -math.inf
+    saved, kept = -math.inf, 0
     with holding(Path(out)) if out is not None else contextlib.nullcontext():
         files = None if out is None else Files(Path(out), _training.about(algorithm, data, cohort))
         history, state = ([], state) if files is None else _training.begun(files, state, key, rounds, resume)
@@ -188,11 +190,17 @@ def run(
                     files.log(new)
                     if when.saved(stop, time.monotonic() - saved):
                         files.save(stop, state, key, history)
-                        saved = time.monotonic()
+                        saved, kept = time.monotonic(), stop
+                enough = False
                 if on_round is not None:
                     for row in new:
-                        on_round(row, state)
+                        said = on_round(row, state)
+                        enough |= isinstance(said, bool | np.bool_) and bool(said)  # trackers may return anything else
+                if enough and files is not None and kept < stop:
+                    files.save(stop, state, key, history)
                 bar.at(stop, _training.shown(history, cohort or data.num_clients))
+                if enough:
+                    break
     return Run(state, history, _training.compiled(history), _training.speed(history))
 
 

@@ -204,6 +204,7 @@ def test_as_many_features_as_classes_are_not_yet_a_classifier(last):
     objective(models.from_flax(Body()), heads.etf(), losses.cross_entropy).init(KEY, toys.ragged((9, 8)))
 
 
+@pytest.mark.slow
 def test_it_learns_and_several_lanes_change_nothing(name):
     data = toys.ragged((40, 25, 33, 17))
     algorithm = fedetf.algorithm(body(name, rate=0.0), toys.opt, plan=toys.PLAN)

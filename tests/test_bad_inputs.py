@@ -37,13 +37,15 @@ from fedjax_nc import (
     tuning,
     watch,
 )  # fmt: skip
-from fedjax_nc.algorithms import fedavg, fedprox, finetune, latest, moon
+from fedjax_nc.algorithms import fedavg, fedetf, fedprox, finetune, latest, moon
+from fedjax_nc.base import Head
 from fedjax_nc.data import federate, load_npz
 from fedjax_nc.objective import objective
 
 FACTORIES = ('algorithm', 'calibrate', 'personalize', 'realign', 'adapt_features', 'alternate')
 SINGLE = federate(np.eye(5, 12, dtype=np.float32), np.arange(5), [[c] for c in range(5)])
 NEEDED = {'mu': 1.0, 'warm': 3, 'auxiliary': SINGLE}
+CE = losses.cross_entropy
 NOT_NUMBERS = ('x', [0.1], np.ones(2), np.nan)
 NEGATIVE = (-1.0, np.float32(-1), jnp.float32(-1))
 NOT_WHOLE = ('x', 2.5, -1, np.float32(2), True)
@@ -101,6 +103,22 @@ def test_a_number_out_of_range(factory, argument, value):
     refused(lambda: call(factory, **{argument: value}), argument)
 
 
+def flags():
+    """Every argument of every factory that is true or false."""
+    for name, factory in {**FOUND, 'linear': heads.linear, 'cosine': heads.cosine, 'etf': heads.etf}.items():
+        for argument, p in inspect.signature(factory).parameters.items():
+            if isinstance(p.default, bool):
+                yield pytest.param(factory, argument, id=f'{name}-{argument}')
+
+
+@pytest.mark.parametrize(('factory', 'argument'), list(flags()))
+def test_a_word_for_true_or_false(factory, argument):
+    """'False' would be true."""
+    for value in ('False', 'no', None, 0.5, [True]):
+        wrong = {argument: value}
+        refused(lambda wrong=wrong: call(factory, **wrong) if factory in FOUND.values() else factory(**wrong), argument)
+
+
 KINDS = {
     'model': toys.tiny, 'task': toys.task, 'head': heads.linear(), 'module': models.MLP(), 'none': None, 'text': 'x',
     'class': models.MLP,
@@ -120,6 +138,35 @@ def test_a_first_argument_of_another_kind(factory, wrong):
 @pytest.mark.parametrize('factory', [f for f in FOUND.values() if 'client_opt' in inspect.signature(f).parameters])
 def test_an_optimizer_that_is_no_function_of_the_round(factory, wrong):
     refused(lambda: call(factory, client_opt=wrong), 'client_opt')
+
+
+def test_a_client_optimizer_that_looks_at_the_round():
+    refused(lambda: fedavg.algorithm(toys.task, lambda round: optax.sgd(0.1 if round < 5 else 0.01)), 'jnp.where')
+
+
+@pytest.mark.parametrize('make', [
+    optax.lbfgs, lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+], ids=['lbfgs', 'plateau'])  # fmt: skip
+def test_a_client_optimizer_that_asks_for_the_loss(make):
+    algorithm = fedavg.algorithm(toys.task, lambda round: make())
+    refused(lambda: simulate.init(algorithm, toys.KEY, SINGLE), 'client_opt cannot take a step by a gradient alone')
+
+
+def test_a_head_that_is_made_otherwise():
+    def task(made):
+        return objective(toys.tiny, Head(lambda key, d, c: made(d, c), lambda p, f, z: p['t'] * (z @ p['w'])), CE)
+
+    refused(lambda: task(lambda d, c: {'w': jnp.zeros((d, c))}).init(toys.KEY, SINGLE), '(params, fixed)')
+    params = task(lambda d, c: ({'w': jnp.zeros((d, c)), 't': 1.0}, {})).init(toys.KEY, SINGLE).params
+    assert params['head']['t'].dtype == jnp.float32
+
+
+def test_a_stage_with_another_head_than_training():
+    trained = simulate.init(fedetf.algorithm(toys.tiny, toys.opt, plan=toys.PLAN), toys.KEY, SINGLE)
+    stage = finetune.algorithm(objective(toys.tiny, heads.linear(), CE), toys.opt, plan=toys.PLAN)
+    state = simulate.join(stage, toys.KEY, trained.server, SINGLE.num_clients)
+    with pytest.raises(ValueError, match="the head looks for 'w' where there is proj, scale, v"):
+        simulate.make_round(stage)(toys.KEY, state, SINGLE)
 
 
 @pytest.mark.parametrize('wrong', [local.Plan(0, 1), local.Plan(1, 0), local.Plan(2.5, 1), local.Plan(1, '3'), 5, None])

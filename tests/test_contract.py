@@ -115,20 +115,25 @@ OPTIONS = {
 }
 
 
-VARIANTS = (  # of algorithms in the list: for those with more time
-    'fedavg, momentum kept',
-    'fedavg, body only',
-    'fedprox + etf',
-    'fedetf + gmv',
-    'scaffold, option I, by examples',
-    'fedrod, joint network',
-    'fedyogi',
-    'fedavg, krum',
+QUICK = (  # the others are for those with more time
+    'fedavg',
+    'fedavg, noise and statistics',
+    'scaffold',
+    'fedetf',
+    'fedetf personal',
+    'fedetf + gmv, online',
+    'fedloge',
+    'ccvr',
+    'fednh',
+    'fedbn',
+    'ditto',
+    'fedproto',
+    'fedavg, private',
 )
 
 
 @pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in ALGORITHMS],
+    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALGORITHMS],
     scope='module',
 )
 def name(request):

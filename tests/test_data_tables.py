@@ -189,6 +189,7 @@ def test_a_program_with_hospitals_as_clients(tmp_path):
     assert float(found) > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('end', ['csv', 'parquet'])
 def test_a_run_by_the_name_of_the_file(tmp_path, end):
     write(tmp_path / f'cells.{end}')
@@ -337,6 +338,7 @@ def test_numbers_and_arrays_of_the_hub(hub):
     assert load_hub(one, features='picture', label='count', test=0.2).x_train.shape[1:] == (4, 4, 1)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_saved_directory(hub, tmp_path):
     letters(hub)[0].save_to_disk(tmp_path / 'letters')
     setting = experiments.Setting(

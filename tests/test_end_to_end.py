@@ -47,6 +47,7 @@ def test_pool_stays_uint8(images):
     assert images.x.dtype == jnp.uint8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('norm', ['batch', 'group'])
 def test_padding_and_lanes_change_nothing_with_batch_norm_and_augmentation(images, norm):
     alone, report, _, _ = play(images, norm)
@@ -59,6 +60,7 @@ def test_padding_and_lanes_change_nothing_with_batch_norm_and_augmentation(image
     assert (norm == 'batch') == bool(alone.stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('conv', [models.conv_native, models.conv_patches, models.conv_onednn])
 def test_forms_of_convolution_train_the_same_model(images, alone, conv):
     toys.same(play(images, 'group', conv=conv)[0], alone[2], atol=1e-3)

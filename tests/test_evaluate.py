@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,9 +7,10 @@ import pytest
 import toys
 from sklearn.metrics import f1_score
 
-from fedjax_nc import evaluate, footprint, heads, losses, population, simulate
+from fedjax_nc import evaluate, footprint, heads, losses, models, population, simulate
 from fedjax_nc.algorithms import fedavg, finetune
 from fedjax_nc.base import Shard, State
+from fedjax_nc.data import federate
 from fedjax_nc.objective import objective
 
 stage = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
@@ -373,7 +376,7 @@ def test_a_state_of_another_algorithm_is_refused(data):
         fedavg.algorithm(task, toys.opt)
         for task in (toys.task, objective(toys.tiny, heads.etf(), losses.cross_entropy))
     )
-    with pytest.raises(ValueError, match=r'cannot predict from this state, .*KeyError'):
+    with pytest.raises(ValueError, match='trained with another head'):
         evaluate.generic(framed, simulate.init(plain, toys.KEY, data), data.x, data.y, data.num_classes)
     with pytest.raises(ValueError, match=r'cannot predict from this state, .*AttributeError'):
         evaluate.generic(plain, State((), ()), data.x, data.y, data.num_classes)
@@ -395,3 +398,21 @@ def test_other_numbers_of_clients_are_refused(data):
         evaluate.per_client(algorithm, state, fewer)
     with pytest.raises(ValueError, match='`allowed` has rows for 3'):
         evaluate.per_client(algorithm, state, data, allowed=fewer.counts > 0)
+
+
+def test_test_images_that_no_model_scales_are_told():
+    """Bytes as other numbers, or channels first."""
+    model = models.from_flax(models.MLP((4,)))
+    task = objective(model, heads.linear(), losses.cross_entropy)
+    algorithm = fedavg.algorithm(task, toys.opt)
+    x, y = np.arange(256, dtype=np.uint8).reshape(4, 8, 8, 1), np.arange(4)
+    clients = federate(x, y, [[0, 1, 2, 3]])
+    state = simulate.init(algorithm, toys.KEY, clients)
+    generic = functools.partial(evaluate.generic, algorithm, state, num_classes=4)
+    generic(x, y)
+    with pytest.warns(UserWarning, match='pixels from 0 to 255 as int32'):
+        generic(x.astype(np.int32), y)
+    with pytest.warns(UserWarning, match='pixels from 0 to 255 as float32'):
+        evaluate.mean(algorithm, state, losses.cross_entropy, x.astype(np.float32), y)
+    with pytest.warns(UserWarning, match='channels first'):
+        generic(x.reshape(4, 1, 8, 8), y)

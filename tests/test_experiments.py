@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_nc import experiments, heads, local, losses, models, training
+from fedjax_nc import evaluate, experiments, heads, local, losses, models, simulate, training
 from fedjax_nc.algorithms import finetune
 from fedjax_nc.experiments import Setting, command, pipeline, recipes, scene
 from fedjax_nc.experiments.measures import Measures
@@ -155,6 +155,7 @@ def test_a_run_is_what_its_command_line_makes(tmp_path):
         }) == setting  # fmt: skip
 
 
+@pytest.mark.slow
 def test_options_reach_the_factory_and_unknown_ones_are_refused(tmp_path):
     done = [
         experiments.run(Setting(**SMALL, algorithm='fedprox', options=options), tmp_path / str(i), progress=False)
@@ -211,6 +212,7 @@ def test_a_run_begun_before_there_were_choices_is_resumed(tmp_path):
         pipeline.settle(dataclasses.replace(setting, head='etf'), tmp_path, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('head', ['bare_etf', 'unbiased'])
 def test_a_memory_is_measured_against_frozen_and_learned_classes(head, tmp_path):
     setting = Setting(**SMALL, algorithm='fedetf_gmv', head=head, options={'warm': 0, 'collect': 0}, personal='own')
@@ -231,6 +233,38 @@ def test_a_run_with_memory_is_not_made_longer(tmp_path):
                 pipeline.settle(longer, tmp_path / name, resume=True)
         else:
             pipeline.settle(longer, tmp_path / name, resume=True)
+
+
+def test_a_run_whose_memory_begins_where_it_was_told_is_made_longer(tmp_path):
+    setting = Setting(**{**SMALL, 'rounds': 5}, algorithm='fedetf_gmv', options={'warm': 2})
+    pipeline.write(tmp_path / 'config.json', setting.plain())
+    pipeline.settle(dataclasses.replace(setting, rounds=9), tmp_path, resume=True)
+
+
+def test_before_and_after_are_of_the_same_clients():
+    """Where training makes the personal models, those of clients that never took part count in neither."""
+    setting = Setting(**{**SMALL, 'rounds': 1}, algorithm='fedper', participation=0.34)
+    loaded = scene.load(setting)
+    measure = Measures(setting, scene.build(setting, loaded[0]), loaded)
+    state, _ = simulate.make_round(measure.recipe.train, cohort=setting.cohort)(
+        jax.random.fold_in(measure.k_train, 0), measure.begun(), loaded[1]
+    )
+    told, _, _ = measure.personal(state, measure.delivered(state))
+    took = np.array(told['clients']['tested']) > 0
+    assert took.sum() == setting.cohort < setting.clients
+    tables = evaluate.per_client(measure.recipe.final, state, loaded[2], personal=False)
+    np.testing.assert_allclose(told['personal_accuracy_before'], evaluate.over_clients(tables[took]).mean, rtol=1e-6)
+    assert told['personal_accuracy_before'] != float(evaluate.over_clients(tables).mean)
+
+
+def test_on_the_command_line_values_are_as_json_or_python_writes_them():
+    written = {
+        'true': True, 'True': True, 'False': False, 'None': None, 'null': None, '.1': 0.1, '1.': 1.0, '1e-3': 1e-3,
+        "['a', 1]": ['a', 1], '["a"]': ['a'],
+        'word': 'word', '007': '007', 'client/class': 'client/class', '(1)x': '(1)x',
+    }  # fmt: skip
+    for text, value in written.items():
+        assert command.options(f'a={text}') == {'a': value}, text
 
 
 def test_the_server_of_ratio_loss_has_63_examples_of_each_class(monkeypatch):
@@ -280,6 +314,7 @@ def test_server_optimizers_have_their_rate_or_the_one_given(monkeypatch, choice,
     assert (given['head'], given['loss']) == ('linear', 'balanced_softmax')
 
 
+@pytest.mark.slow
 def test_means_of_a_run_that_was_cut_short_are_of_its_last_rounds(tmp_path, monkeypatch):
     """Those that were not evaluated, because nobody knew that they would be among the last, are left out."""
     monkeypatch.setattr(pipeline, 'PAUSE', 0.0)
@@ -314,6 +349,7 @@ def test_models_that_clients_keep_and_that_are_broken_are_no_result(tmp_path):
     assert summary['personal_accuracy'] is None
 
 
+@pytest.mark.slow
 def test_a_variant_of_personal_models_that_diverges_is_no_result():
     setting = Setting(**SMALL, algorithm='fedavg')
     found = scene.load(setting)

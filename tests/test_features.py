@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_nc import data
-from fedjax_nc.experiments import Setting, scene
+from fedjax_nc import data, simulate
+from fedjax_nc.experiments import Setting, scene, setting
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (24, 6, 6, 3)).astype(np.uint8)
@@ -97,8 +99,25 @@ def test_settings_have_it_in_training_and_local_tests():
                 if features == 'rotated':
                     np.testing.assert_array_equal(part.x[row], np.rot90(pictures[row], k))
                 else:
-                    assert 0.3 * (k + 1) / 4 < 10 * np.var(np.asarray(part.x[row]) - pictures[row] / 255) < 3 * (k + 1)
+                    noise = (np.asarray(part.x[row]) + 1) / 2 - pictures[row] / 255
+                    assert 0.3 * (k + 1) / 4 < 10 * np.var(noise) < 3 * (k + 1)
     assert dataset.x_train.dtype == pictures.dtype
+
+
+@pytest.mark.parametrize('pixels', ['half', 'mnist_like'])
+def test_without_noise_clients_and_tests_are_those_of_bytes(pixels, monkeypatch):
+    """Noise makes floats of bytes, of which models and pipelines must still see the same range everywhere."""
+    monkeypatch.setitem(setting.PIXELS, 'mnist_like', (0.3, 0.4))
+    known = Setting(dataset='digits', clients=4, max_examples=200, partition='iid', tests='common', pixels=pixels)
+    still = dataclasses.replace(known, features='noisy', noise=0.0)
+    seen = []
+    for one in (known, still):
+        dataset, train, tests = scene.load(one)
+        task = scene.build(one, dataset).train
+        state = simulate.init(task, jax.random.key(0), train)
+        seen.append([task.predict(state.server, None, jnp.asarray(x)) for x in (train.x, dataset.x_test, tests.x)])
+    for bytes_, floats in zip(*seen, strict=True):
+        np.testing.assert_allclose(bytes_, floats, atol=1e-5)
 
 
 DIRICHLET = ('', '_capped', '_draws', '_sizes')

@@ -91,6 +91,7 @@ def test_a_program_with_writers_as_clients(tmp_path):
     assert int(table.sum()) == 40
 
 
+@pytest.mark.slow
 def test_a_run_by_its_name(tmp_path):
     write_leaf(tmp_path / 'femnist')
     setting = experiments.Setting(

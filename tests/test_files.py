@@ -90,6 +90,7 @@ def test_a_file_that_is_missing_says_what_to_save(tmp_path):
             load_npz(path)
 
 
+@pytest.mark.slow
 def test_a_setting_names_a_file_where_data_sets_lie(tmp_path):
     saved(tmp_path)
     setting = Setting(

@@ -21,6 +21,7 @@ QUICK = (
 METHODS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in recipes.RECIPES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', METHODS)
 def test_models_predict_as_the_summary_says(name, tmp_path):
     setting = Setting(**DIGITS, algorithm=name, model='resnet20' if name == 'fedbn' else 'mlp')
@@ -43,6 +44,7 @@ def test_models_predict_as_the_summary_says(name, tmp_path):
         assert right == pytest.approx(told['personal_accuracy'][client], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_command_line_keeps_them_if_it_is_asked(tmp_path, capsys):
     small = ['--dataset', 'digits', '--max-examples', '300', '--clients', '5', '--rounds', '1', '--algorithm', 'fedavg']
     command.main([*small, '--out', str(tmp_path / 'some')])

@@ -165,6 +165,7 @@ def test_who_does_not_answer_is_nobody(data, tmp_path):
         assert apart(held, jax.tree.map(lambda u, k=k: u[k], state.clients)) < 1e-6
 
 
+@pytest.mark.slow
 def test_no_array_of_examples_is_in_any_message(data, tmp_path):
     """Neither the examples nor a number for each of them: every array has the shape that it has for any other site."""
     algorithm = ditto.algorithm(toys.task, toys.opt, plan=toys.PLAN)
@@ -188,6 +189,7 @@ def test_no_array_of_examples_is_in_any_message(data, tmp_path):
     assert all(len(shapes) == 1 for shapes in by_kind.values())
 
 
+@pytest.mark.slow
 def test_half_of_the_bytes(data, tmp_path):
     algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
     whole, half = (agreement([flower.Phase(algorithm, ROUNDS, 3)], data, half=half) for half in (False, True))
@@ -208,6 +210,7 @@ class TestSecure:
     def phase(self, algorithm, cohort=None, rounds=3):
         return flower.Phase(algorithm, ROUNDS, rounds, cohort)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize('weigh', [aggregators.mean, aggregators.uniform], ids=['mean', 'uniform'])
     def test_a_sum_unseen_is_the_sum(self, data, tmp_path, weigh):
         algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, aggregate=weigh)
@@ -255,6 +258,7 @@ class TestSecure:
         assert len(a) == len(b) > 300
         assert np.mean(a == b) < 0.2  # one in 256 by chance, but for the upper bytes of numbers
 
+    @pytest.mark.slow
     def test_together_with_user_level_privacy(self, data, tmp_path):
         plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
         # Without noise, which is the server's own and not that of a simulation.
@@ -263,6 +267,7 @@ class TestSecure:
         seen = deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server')
         assert apart(seen[-1].server, simulated(algorithm, data, 3, 4).state.server) < 1e-5
 
+    @pytest.mark.slow
     @pytest.mark.parametrize('secure', [None, flower.Secure(limit=0.5)])
     def test_no_site_can_tell_the_noise_of_privacy_from_what_it_knows(self, data, tmp_path, secure):
         plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
@@ -283,6 +288,7 @@ class TestSecure:
     def test_two_sums_of_one_round_cannot_both_have_enough_sites(self, sites, threshold):
         assert sites < 2 * _secure.threshold(flower.Secure(threshold=threshold), sites) <= 2 * sites
 
+    @pytest.mark.slow
     def test_stages_without_messages_tell_no_more_than_sums(self, data, tmp_path):
         train = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
         tune = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)

@@ -720,6 +720,7 @@ def cut(folder):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', ['before it is kept', 'after it is kept', 'damaged', 'sites, too'])
 @pytest.mark.filterwarnings('ignore::UserWarning')
 def test_a_server_that_dies_goes_on_as_if_it_had_not(data, tmp_path, lasting, how):

@@ -165,6 +165,17 @@ def test_folders_may_be_named_after_clients(order, zipped, tmp_path, kept):
     assert sum(map(len, rows)) == len(found.y_train)
 
 
+def test_clients_that_would_be_taken_for_classes_are_told(tmp_path, kept):
+    for site in ('north', 'south'):
+        images(tmp_path / 'photos' / site, splits=('.',))
+    with pytest.warns(UserWarning, match='north, south are taken for the classes.*cat, dog, owl.*client/class'):
+        assert load_folder(tmp_path / 'photos', test=0.5, cache=kept).classes == ('north', 'south')
+    load_folder(tmp_path / 'photos', test=0.5, cache=kept / 'other', folders='class')
+    for kind in ('cat', 'dog'):  # as in Tiny ImageNet
+        images(tmp_path / 'tiny' / kind, splits=('.',), classes=('images',))
+    load_folder(tmp_path / 'tiny', test=0.5, cache=kept)
+
+
 def test_a_client_without_any_image_of_the_splits_is_not_passed_over(tmp_path, kept):
     folder = tmp_path / 'sites'
     for split, client in (('train', 'north'), ('test', 'north'), ('train', 'south'), ('unused', 'south')):

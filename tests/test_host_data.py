@@ -60,6 +60,7 @@ def test_the_pool_is_the_file_itself(both):
     assert all(isinstance(u, np.ndarray) for u in away)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('chunk', [1, 2])
 @pytest.mark.parametrize('name', ALGORITHMS)
 def test_rounds_are_those_of_data_on_the_device(name, chunk, both):

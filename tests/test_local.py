@@ -231,6 +231,7 @@ def test_narrower_lanes_are_differentiated_forwards(data):
     assert sweep.info.lane_slots.tolist() == sweep.info.slots.tolist()
 
 
+@pytest.mark.slow
 def test_tails_leave_augmentation_and_batch_statistics_alone():
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (23, 8, 8, 3), np.uint8), rng.integers(0, 4, 23).astype(np.int32)
@@ -248,6 +249,7 @@ def test_tails_leave_augmentation_and_batch_statistics_alone():
     assert float(ends[1][1].padded_work) == pytest.approx(1 - 23 / (8 + 6 + 8 + 4), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_narrower_lanes_leave_augmentation_and_batch_statistics_alone():
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (29, 8, 8, 3), np.uint8), rng.integers(0, 4, 29).astype(np.int32)

@@ -128,6 +128,7 @@ def test_long_tails_and_parts_of_the_training_set(tmp_path):
     assert len(dataset.y_train) < 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('tests', ['natural', 'split'])
 def test_a_run(tmp_path, tests):
     saved(tmp_path)
@@ -211,6 +212,7 @@ def test_a_run_on_a_folder_of_images(tmp_path):
     assert list(tmp_path.glob('photos-*.decoded'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('seeds_of_run', [[0], [0, 1]])
 def test_a_study_says_where_its_data_have_changed_since(tmp_path, capsys, seeds_of_run):
     for folder, seed in (('a', 0), ('b', 1)):

@@ -85,6 +85,7 @@ def test_it_has_a_label_and_a_folder_of_its_own():
     assert recipes.named('fedavg') is recipes.RECIPES['fedavg']
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it_with_its_options(tmp_path, capsys):
     told = {}
     for name, flags in {
@@ -115,6 +116,7 @@ def test_a_study_takes_it_beside_others(tmp_path):
     assert sorted(path.name.split('-')[0] for path in (tmp_path / 'out' / 'runs').iterdir()) == ['decayed', 'fedavg']
 
 
+@pytest.mark.slow
 def test_a_study_says_where_its_method_has_changed_since(mine, tmp_path, capsys):
     setting = Setting(**DIGITS, algorithm='steps.halved:algorithm')
     run = Run('Mine', '', 0, setting)
@@ -148,6 +150,7 @@ def test_a_study_says_where_its_method_has_changed_since(mine, tmp_path, capsys)
     assert 'has changed' not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_seeds_that_diverged_together_are_told_as_changed(mine, tmp_path, capsys):
     runs = [
         Run('Mine', '', seed, Setting(**{**DIGITS, 'lr': 1e30, 'seed': seed}, algorithm='steps.halved:algorithm'))
@@ -182,6 +185,7 @@ def algorithm(task, client_opt, *, plan, base=None, kind='fedavg'):
 """
 
 
+@pytest.mark.slow
 def test_a_first_model_that_looks_at_examples_sees_them_wherever_they_are(tmp_path, monkeypatch):
     (tmp_path / 'looking.py').write_text(LOOKING)
     monkeypatch.syspath_prepend(tmp_path)

@@ -119,6 +119,7 @@ def test_it_is_a_class_a_function_a_module_or_a_model():
     assert widths == {'Small': 24, 'wide': 48, 'SMALL': 32, 'MODEL': 24, 'made': 24, 'rows': 24}
 
 
+@pytest.mark.slow
 def test_the_librarys_own_by_another_name_is_the_same_run(tmp_path):
     named, own = (
         experiments.run(Setting(**DIGITS, model=model), tmp_path / model[:3], progress=False)
@@ -146,6 +147,7 @@ def test_the_command_line_takes_it_and_its_model_is_saved_and_loaded(mine, tmp_p
     assert jax.tree.leaves(saving.load(tmp_path / 'model.safetensors', recipe.train).server)
 
 
+@pytest.mark.slow
 def test_its_convolutions_are_its_own_when_rounds_are_tuned(tmp_path):
     setting = Setting(**DIGITS, algorithm='fedavg', model='bodies.small:Small')
     experiments.run(setting, tmp_path / 'run', tune=True, progress=False)
@@ -215,6 +217,7 @@ def test_devices_are_made_before_a_module_computes(mine, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_study_takes_it_and_says_where_it_has_changed_since(mine, tmp_path, capsys):
     table = {
         'title': 'Mine', 'seeds': [0], 'metrics': {'general': 'global_accuracy'},

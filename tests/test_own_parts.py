@@ -126,6 +126,7 @@ def losses_of(folder):
     return [json.loads(line)['loss'] for line in (folder / 'metrics.jsonl').read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_librarys_own_by_other_names_are_the_same_run(tmp_path):
     named = {'head': 'linear', 'loss': 'cross_entropy', 'partition': 'iid'}
     own = {'head': 'pieces.some:linear', 'loss': 'pieces.some:usual', 'partition': 'fedjax_nc.data:iid'}
@@ -304,6 +305,7 @@ def test_what_a_partition_raises_is_told():
         scene.load(Setting(**DIGITS, partition='pieces.some:nobody'))
 
 
+@pytest.mark.slow
 def test_a_study_takes_them_and_says_where_they_have_changed_since(mine, tmp_path, capsys):
     rows = {
         'Linear': {'algorithm': 'fedavg', 'head': 'linear'},

@@ -39,6 +39,7 @@ def test_ccvr(tiny):
     assert uneven.std() > 2 * even.std()
 
 
+@pytest.mark.slow
 def test_fedloge(tiny):
     out = tiny('fedloge', 'fedloge_features', 'fedloge_pruning')
     lines = re.findall(r'(dense|sparse) ETF, (\w+) features first: (.*)', out)

@@ -212,7 +212,12 @@ def test_every_algorithm_is_exact_in_private_or_refused():
     assert {module.name for module in pkgutil.iter_modules(algorithms.__path__)} <= named
 
 
-@pytest.mark.parametrize('name', EXACT)
+QUICK = ('fedavg', 'scaffold', 'feddyn', 'fedetf', 'fedloge', 'fedper')  # the others are for those with more time
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXACT]
+)
 def test_without_noise_and_clipping_nothing_changes_for_clients_that_count_alike(data, name):
     """Two rounds, so that what the servers remember is compared by what comes of it."""
     inner = EXACT[name]()

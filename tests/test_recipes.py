@@ -76,7 +76,12 @@ def digits():
     return digits, federate(digits.x_train, digits.y_train, parts)
 
 
-@pytest.mark.parametrize('name', recipes.RECIPES)
+SYSTEMS = ('fedavg', 'fedetf', 'fedetf_gmv', 'fedloge', 'ccvr', 'fednh')  # the others are for those with more time
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=() if name in SYSTEMS else pytest.mark.slow) for name in recipes.RECIPES]
+)
 def test_every_method_learns_digits_and_makes_personal_models(digits, name):
     """A few rounds of five unequal clients each; personal models are good at home."""
     everyone, data = digits
@@ -155,6 +160,7 @@ def test_what_does_not_go_together_lists_what_does(data, name, choice, said):
         of(name, data, **choice)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('name', 'own'),
     [('fedavg', 'examples'), ('scaffold', 'alike'), ('feddyn', 'alike'), ('fedper', 'alike'), ('fedproto', 'alike')],
@@ -318,3 +324,19 @@ def test_frames_of_fedloge_may_be_longer_and_features_projected():
     for options, said in (({'length': 0.0}, 'length must be positive'), ({'project': 'no'}, 'true or false')):
         with pytest.raises(ValueError, match=said):
             of('fedloge', clients, options=options)
+
+
+def test_without_virtual_features_personal_models_begin_with_the_model_that_was_trained(data):
+    recipe = of('ccvr', data, options={'samples': 0})
+    state = simulate.init(recipe.train, toys.KEY, data)
+    begun = simulate.join(recipe.calibrate, toys.KEY, state.server, data.num_clients)
+    calibrated, _ = simulate.make_round(recipe.calibrate)(toys.KEY, begun, data)
+    trained = recipe.train.predict(state.server, None, data.x[:5])
+    for algorithm in (recipe.calibrate, recipe.personalize):
+        np.testing.assert_allclose(algorithm.predict(calibrated.server, None, data.x[:5]), trained, rtol=1e-6)
+    assert recipe.told['transform'] == 'none'
+
+
+def test_a_learned_head_has_no_length_of_an_etf(data):
+    with pytest.raises(ValueError, match='scale is the length'):
+        of('fedetf_gmv', data, head='unbiased', options={'scale': 1.0})

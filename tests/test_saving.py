@@ -265,6 +265,7 @@ def test_a_model_that_must_know_the_size_of_a_batch(clients, tmp_path):
     np.testing.assert_allclose(program.call(clients.x[:4]), want, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('library', ['nnx', 'equinox'])
 def test_models_of_other_libraries_are_trained_resumed_saved_and_exported(library, clients, tmp_path):
     class Net(nnx.Module):

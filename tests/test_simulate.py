@@ -237,6 +237,7 @@ def test_padded_work_with_tails_is_that_of_each_loop_over_batches(chunk):
     np.testing.assert_allclose(report.padded_work, 1 - 2 * sum(sizes) / paid, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('chunk', 'widths'), [(1, (1,)), (3, (3, 2, 1)), (4, (4, 2, 1)), (8, (8, 2, 1))])
 def test_padded_work_with_narrower_lanes_is_what_they_compute(chunk, widths):
     sizes = (5, 16, 90, 23, 2, 48, 13, 8)
@@ -260,6 +261,7 @@ def computed(sizes, chunk, widths):
     return 16 * sum(min(n for n in widths if n >= lanes) for lanes in busy[busy > 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('order', ['ab', 'ba', 'aba', 'bab', 'aa', 'bb'])
 def test_padded_work_of_phases_of_which_some_count_their_lanes(order):
     """Phase a drops lanes that are done; in phase b all wait for the longest."""

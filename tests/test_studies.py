@@ -384,6 +384,7 @@ def test_a_summary_that_is_damaged_is_made_anew(carried, tmp_path, hurt, seed):
     same(before, json.loads(path.read_text()))
 
 
+@pytest.mark.slow
 def test_a_run_alone_that_diverges_does_not_stop_the_next(tmp_path):
     known = Study.of(FOUR, 'four').some(['broken', 'FedAvg'], seeds=[5])
     _, told, made = carried_out(known, tmp_path)
@@ -462,6 +463,7 @@ def test_what_does_not_fit_is_told_before_anything_is_run(tmp_path):
         assert error.__traceback__ is None  # it would keep the data
 
 
+@pytest.mark.slow
 def test_runs_may_be_watched_each_by_a_tracker_of_its_own(tmp_path):
     seen = {}
 
@@ -477,6 +479,7 @@ def test_runs_may_be_watched_each_by_a_tracker_of_its_own(tmp_path):
     assert [how for how, *_ in made] == ['alone', 'alone']
 
 
+@pytest.mark.slow
 def test_tensorboard_from_the_command_line(tmp_path):
     pytest.importorskip('tensorboardX')
     path = put(tmp_path, {**FOUR, 'seeds': [0]})
@@ -500,6 +503,7 @@ def test_methods_are_checked_when_a_study_is_read(method, said):
         Study.of(plain(methods={'odd': method}, published={}, scales={}), 'x')
 
 
+@pytest.mark.slow
 def test_without_matplotlib_there_are_numbers_and_a_warning(tmp_path, monkeypatch):
     known = Study.of(plain(scenes={'': {}}, seeds=[0], published={}, scales={}), 'mine')
     folder = tmp_path / 'mine'
@@ -602,6 +606,7 @@ def three(tmp_path_factory):
     return folder, made, together(folder, made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('seed', [0, 1])
 def test_seeds_together_are_the_seeds_alone(three, tmp_path, seed):
     folder, made, _ = three
@@ -623,6 +628,7 @@ def test_so_they_are_where_clients_keep_something_or_a_head_is_calibrated(tmp_pa
     near(tmp_path / '0', tmp_path / 'alone')
 
 
+@pytest.mark.slow
 def test_seeds_side_by_side_are_the_seeds_one_after_the_other_nearly(three, tmp_path):
     folder, made, _ = three
     together(tmp_path, made, lanes=2)
@@ -693,6 +699,7 @@ def test_one_seed_that_diverges_does_not_stop_the_others(tmp_path):
     assert not (tmp_path / str(bad.seed) / 'summary.json').exists()
 
 
+@pytest.mark.slow
 def test_pools_of_different_length_go_together(tmp_path):
     """A long tail of a subset keeps one example more or less, by seed."""
     settings = [
@@ -722,6 +729,7 @@ def test_runs_that_one_program_cannot_train_are_refused(tmp_path):
         seeds.run([one, two], [a, b])
 
 
+@pytest.mark.slow
 def test_large_runs_are_not_trained_together():
     assert seeds.pays(Setting(**TINY))
     for large in ({'rounds': 100_000}, {'model': 'cnn'}, {'algorithm': 'ratioloss'}):

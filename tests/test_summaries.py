@@ -105,6 +105,7 @@ def test_clients_count_by_the_classes_that_they_have(told):
     np.testing.assert_allclose(summary['personal_accuracy_low'], np.percentile(plain, 10), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('algorithm', 'name'), [('feddyn', 'global_accuracy_averaged_last2'), ('fedproto', 'personal_accuracy_head')]
 )
@@ -277,6 +278,7 @@ def test_where_nobody_is_tested_there_is_no_accuracy():
     assert measure.told('personal_accuracy', jnp.zeros((3, 10, 10), jnp.int32)) == {}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_tells_the_time_of_all_its_processes(tmp_path):
     setting = Setting(dataset='digits', max_examples=200, clients=4, rounds=2, algorithm='fedavg', local_epochs=1)
     first = pipeline.run(setting, tmp_path, progress=False)['seconds']

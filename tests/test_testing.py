@@ -202,12 +202,14 @@ FAULTS = {
 WHOLE = ('trace: another structure', 'predict: nothing without a client')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', [name for name in FAULTS if name not in WHOLE])
 def test_a_fault_is_caught_by_the_clause_that_names_it(name):
     algorithm, clause, said = FAULTS[name]
     assert re.search(said, testing.CLAUSES[clause](testing.Play(algorithm, CLIENTS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', WHOLE)
 def test_all_that_is_broken_is_told_in_a_line_each(name):
     algorithm, clause, said = FAULTS[name]

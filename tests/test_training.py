@@ -73,6 +73,17 @@ def test_a_pause_between_checkpoints_leaves_out_all_but_the_first_and_the_last(d
         run(data, 4, checkpoint_pause=-1.0)
 
 
+@pytest.mark.parametrize('rounds_per_call', [1, 2])
+def test_who_watches_may_end_it_and_it_goes_on_as_if_nobody_had(data, whole, rounds_per_call, tmp_path):
+    ended = run(data, 5, out=tmp_path, eval_every=2, checkpoint_every=5, rounds_per_call=rounds_per_call,
+                on_round=lambda row, state: row['round'] == 1)  # fmt: skip
+    assert [row['round'] for row in ended.history] == [*range(1, rounds_per_call + 1)]
+    assert len(lines(tmp_path)) == int(ended.state.server.round) == rounds_per_call
+    resumed = run(data, 5, out=tmp_path, eval_every=2, resume=True, on_round=lambda row, state: 'goes on')
+    toys.same(resumed.state, whole[0].state)
+    assert without_time(resumed.history) == without_time(whole[0].history)
+
+
 def test_with_a_pause_checkpoints_need_not_wait_for_an_evaluation(data, tmp_path):
     """Rounds may take minutes, and a run may be evaluated only at its end."""
 
@@ -539,6 +550,7 @@ def test_last_mean_counts_evaluated_rounds_only():
     assert np.isnan(training.last_mean([{'round': 1}]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'algorithm',
     [

@@ -226,6 +226,7 @@ def test_candidates_are_few_and_fit_the_cohort():
                 assert tuning.candidates(clients, convolutions, platform, precisions=(None, 'highest')) == found + exact
 
 
+@pytest.mark.slow
 def test_lanes_that_become_fewer_may_be_asked_for_by_hand(tmp_path, capsys):
     args = ['--dataset', 'digits', '--rounds', '1', '--algorithm', 'fedavg', '--clients', '6', '--max-examples', '300']
     plain = command.main([*args, '--out', str(tmp_path / 'plain')])

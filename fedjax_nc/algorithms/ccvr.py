@@ -112,6 +112,7 @@ def calibrate(
     checked('plan', plan)
     checks.whole('samples', samples, 0)
     checks.number('ridge', ridge)
+    checks.flags(proportional=proportional, raw_gaussians=raw_gaussians)
     _usable(transform, opt)
     psi = transform if transform is not None and samples else _identity
     before, after = (_identity, psi) if raw_gaussians else (psi, _identity)

@@ -90,6 +90,7 @@ def algorithm(
     for name, value in (('samples', samples), ('draw', draw), ('repeats', repeats)):
         checks.whole(name, value)
     checks.whole('match_steps', match_steps, 0)
+    checks.flags(bias=bias, augment=augment)
     checks.number('match_lr', match_lr)
     checks.optimizer('retrain_opt', retrain_opt)
     checked('retrain', retrain)

@@ -184,6 +184,7 @@ def algorithm(
     checks.kind('objective', objective, Objective)
     checks.optimizer('client_opt', client_opt)
     checked('plan', plan)
+    checks.flags(persist_momentum=persist_momentum)
     if parts is not None and not parts:
         raise ValueError("parts must name what is trained, such as ('body',), or be None for all")
     if server_opt is not None:
@@ -200,6 +201,7 @@ def algorithm(
     def init(key: Array, data: FederatedData) -> Server:
         v = objective.init(key, data)
         trained = tree.split(v.params, parts)[0]
+        checks.steps('client_opt', client_opt(jnp.int32(0)), trained)
         if server_opt is not None:
             checks.steps('server_opt', server_opt, trained)
         return Server(v, follow.init(trained), jnp.int32(0))

@@ -65,6 +65,7 @@ def algorithm(
       ValueError: for an `alpha` or `clip` that is not positive, or an aggregator other than `aggregators.uniform`.
     """
     checks.number('alpha', alpha, open_low=True, advice='without anchor it is fedavg.algorithm')
+    checks.flags(by_examples=by_examples)
     if kwargs.get('aggregate', aggregators.uniform) is not aggregators.uniform:
         raise ValueError('FedDyn takes plain means: leave aggregate out, and say by_examples=True to weigh clients')
 

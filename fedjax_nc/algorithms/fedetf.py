@@ -97,6 +97,7 @@ def adapt_features(
     """
     checks.optimizer('client_opt', client_opt)
     checked('plan', plan)
+    checks.flags(released=released)
     task = objective(model, heads.etf(), losses.balanced_softmax if released else losses.cross_entropy)
 
     def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:
@@ -143,6 +144,7 @@ def alternate(
     """
     checks.whole('cycles', cycles, advice='use adapt_features alone for the first stage')
     checked('turn', turn)
+    checks.flags(tune_scale=tune_scale)
     checks.optimizer('frame_opt', frame_opt)
     checks.optimizer('proj_opt', proj_opt)
     task = objective(model, heads.etf(), losses.cross_entropy)

@@ -80,6 +80,7 @@ def algorithm(
     """
     if 'parts' in kwargs:
         raise ValueError('FedLoGe trains the body and both heads: it takes no `parts`')
+    checks.flags(aux_bias=aux_bias, frozen_bias=frozen_bias)
     head = heads.etf(project=False, unit_features=False, learn_scale=False, frame=frame)
     frozen = objective(model, _biased(head) if frozen_bias else head, losses.cross_entropy)
 
@@ -149,6 +150,7 @@ def global_realign(aux: Tree, scale: Array | float = 1.0, keep_bias: bool = Fals
     Returns:
       `{'w' [D, C]}`, and 'b' [C] if it is kept.
     """
+    checks.flags(keep_bias=keep_bias)
     w = scale * frames.normalize(aux['w'].T).T
     return {**aux, 'w': w} if keep_bias else {'w': w}
 
@@ -210,6 +212,7 @@ def realign(
         raise ValueError(f"unseen must be 'train' or 'generic', not {unseen!r}")
     checks.whole('finetune_epochs', finetune_epochs, least=0)
     checks.number('scale', scale, open_low=True)
+    checks.flags(keep_bias=keep_bias)
     checks.optimizer('client_opt', client_opt)
     checked('plan', plan)
     task = objective(model, heads.linear(), losses.cross_entropy)

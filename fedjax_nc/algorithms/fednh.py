@@ -87,6 +87,7 @@ def algorithm(
     if weigh not in ('counts', 'holders', 'agreement'):
         raise ValueError(f"weigh must be 'counts', 'holders' or 'agreement', not {weigh!r}")
     checks.number('rho', rho, high=1)
+    checks.flags(unit_means=unit_means, unit_features=unit_features, confident=confident, augment=augment)
     task = objective(model, heads.prototypes(scale, learn_scale, init), losses.cross_entropy)
     inner = base(task, client_opt, plan=plan, **{**fedavg.UNWEIGHTED, **kwargs})
 

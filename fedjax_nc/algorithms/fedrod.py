@@ -59,6 +59,7 @@ def linear(start: str = 'generic', bias: bool = False) -> Personal:
     """
     if start not in ('generic', 'zeros'):
         raise ValueError(f"start must be 'generic' or 'zeros', not {start!r}")
+    checks.flags(bias=bias)
 
     def init(key: Array, generic: Tree, dim: int, classes: int) -> Tree:
         own = {'b': generic['b']} if bias and 'b' in generic else {}
@@ -134,6 +135,7 @@ def algorithm(
     if absent not in ('floor', 'mask'):
         raise ValueError(f"absent must be 'floor' or 'mask', not {absent!r}")
     checks.kind('personal', personal, Personal)
+    checks.flags(separate=separate)
     checks.optimizer('personal_opt', personal_opt)
     if personal_epochs is not None:
         checks.whole('personal_epochs', personal_epochs)

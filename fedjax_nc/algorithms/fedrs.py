@@ -47,5 +47,6 @@ def algorithm(
       ValueError: if `alpha` is outside [0, 1].
     """
     checks.number('alpha', alpha, high=1)
+    checks.flags(soft=soft)
     restricted = functools.partial(losses.restricted_softmax, alpha=alpha, soft=soft)
     return base(objective(model, head or heads.linear(bias=False), restricted), client_opt, **kwargs)

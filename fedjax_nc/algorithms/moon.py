@@ -165,6 +165,7 @@ def projected(model: Model, dim: int | None = 256, hidden: bool = True) -> Model
     checks.kind('model', model, Model)
     if dim is not None:
         checks.whole('dim', dim)
+    checks.flags(hidden=hidden)
 
     def init(key: Array, x: Array) -> tuple[Tree, Tree]:
         k_model, k_first, k_second = jax.random.split(key, 3)

@@ -117,3 +117,36 @@ def classes_of(name: str, y: NDArray[np.integer], advice: str = '') -> int:
 def _known(name: str, value: Any) -> None:
     if checks.traced(value):
         raise ValueError(f'{name} must be known: call this outside of `jit`, `vmap` and `grad`.')
+
+
+def pixels(name: str, x: Any) -> None:
+    """Warns of images that models would take for something else, of those who called the caller.
+
+    Args:
+        name: what the caller calls them.
+        x: examples that are no images, too.
+    """
+    if np.ndim(x) != 4 or checks.traced(x):
+        return
+    _, height, width, channels = x.shape
+    if channels not in (1, 3):
+        if height in (1, 3) and width == channels >= 8:
+            warnings.warn(
+                f'{name} looks like images with their channels first, of the shape {tuple(x.shape)}: the models here '
+                'take [n, height, width, channels], see numpy.moveaxis',
+                stacklevel=3,
+            )
+        return
+    few = np.asarray(x[:100])
+    if (
+        few.dtype != np.uint8
+        and few.size
+        and few.min() >= 0
+        and 128 <= few.max() <= 255
+        and (few == np.round(few)).all()
+    ):
+        warnings.warn(
+            f'{name} holds what look like pixels from 0 to 255 as {few.dtype}, which no model scales: make them uint8, '
+            'or divide floats by 255',
+            stacklevel=3,
+        )

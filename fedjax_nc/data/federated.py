@@ -1,6 +1,5 @@
 """Partitions become `FederatedData`: one pool of examples on the device and a table of row numbers per client."""
 
-import warnings
 from collections.abc import Sequence, ValuesView
 from typing import Any, Literal
 
@@ -61,13 +60,9 @@ def federate(
     if (length := getattr(y, 'size', 0)) >= 2**31:  # row numbers are int32
         raise ValueError(f'a pool of {length} examples is beyond counting: it holds at most {2**31 - 1}.')
     labels = arguments.labels('`y`', y, classes=num_classes)
+    checks.flags(allow_empty=allow_empty, host=host)
     x = _host_pool(x, len(labels)) if host else _pool(x, len(labels))
-    if x.ndim == 4 and x.shape[-1] in (1, 3) and x.dtype != np.uint8 and _looks_like_bytes(np.asarray(x[:100])):
-        warnings.warn(
-            f'`x` holds what look like pixels from 0 to 255 as {x.dtype}, which no model scales: make them uint8, or '
-            'divide floats by 255',
-            stacklevel=2,
-        )
+    arguments.pixels('`x`', x)
     if num_classes is None:
         num_classes = arguments.classes_of('`y`', labels, ', or give num_classes')
     if isinstance(parts, ValuesView):
@@ -81,11 +76,6 @@ def federate(
             raise ValueError(f'`width` is {width} and the longest client has {longest} examples.')
     kept = labels.astype(np.int32) if host else jnp.asarray(labels, jnp.int32)
     return _table(x, kept, labels, rows, num_classes, width)
-
-
-def _looks_like_bytes(x: np.ndarray) -> bool:
-    """Whether examples are whole numbers from 0 to 255 with values that are no small counts."""
-    return bool(x.size and x.min() >= 0 and 128 <= x.max() <= 255 and (x == np.round(x)).all())
 
 
 def split(data: FederatedData, fraction: float, *, seed: int) -> tuple[FederatedData, FederatedData]:

@@ -1,6 +1,7 @@
 """Folders of images, one folder a class; Tiny-ImageNet and CINIC-10 as they are published."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,9 +108,16 @@ def load_folder(
             "`test` must be the name of another folder than 'train', or the share of all images that is for testing."
         )
     levels = _levels(folders, isinstance(test, str))
+    doubtful = folders is None and classes is None
     how = {'test': test, 'seed': seed, 'folders': '/'.join(levels), 'classes': classes}
     return _load(
-        path, None, lambda files: _by_folder(files, levels, test, seed, classes), cache, sides, channels, **how
+        path,
+        None,
+        lambda files: _by_folder(files, levels, test, seed, classes, doubtful),
+        cache,
+        sides,
+        channels,
+        **how,
     )
 
 
@@ -213,6 +221,7 @@ def _by_folder(
     test: str | float,
     seed: int,
     known: Sequence[str] | None = None,
+    doubtful: bool = False,
 ) -> Layout:
     images = [name for name in files.files if pictures.named(name)]
     if isinstance(test, str):
@@ -235,6 +244,8 @@ def _by_folder(
                     f'{files.path} has the folders {", ".join(sorted({*named[level]}))}, which are parts of a data set '
                     f"and no {LEVELS[level]}: give the name of the one for testing, such as test='val', beside train/"
                 )
+    if doubtful:
+        _warn_of_clients(files.path, images, len(levels))
     names = np.array(images, object)
     layout = Layout(list(names[train]), y[train], list(names[held]), y[held], classes)
     if 'client' not in levels:
@@ -276,6 +287,25 @@ def _named(path: Path, images: list[str], levels: Sequence[str]) -> dict[str, li
         if not all(there):
             raise ValueError(f'{path} has {checks.shown(name)}, in a folder without a name: pack it again')
     return {level: [there[i] for there in above] for i, level in enumerate(levels)}
+
+
+def _warn_of_clients(path: Path, images: list[str], depth: int) -> None:
+    """Warns where folders of classes hold several of the same names, as clients with folders of classes do."""
+    below: dict[str, set[str]] = {}
+    for name in images:
+        above = name.split('/')[:-1]
+        if len(above) <= depth:
+            return
+        below.setdefault(above[depth - 1], set()).add(above[depth])
+    inner = set().union(*below.values())
+    if len(below) > 1 and min(map(len, below.values())) > 1 and sum(map(len, below.values())) > len(inner):
+        split = 'split/' * (depth - 1)
+        warnings.warn(
+            f'{path}: {", ".join(sorted(below)[:5])} are taken for the classes, and what lies in their folders '
+            f'({", ".join(sorted(inner)[:5])}) for nothing: if these are the classes, and those above are clients, say '
+            f"folders='{split}client/class'; if these are the clients, '{split}class/client'; else '{split}class'",
+            stacklevel=2,
+        )
 
 
 def _numbered(

@@ -127,6 +127,7 @@ def pipeline(
     """
     _check_channels(mean, std)
     checks.whole('`crop`', crop, 0)
+    checks.flags(flip=flip)
     _check_mode('`crop_mode`', crop_mode)
 
     def preprocess(x: Array, key: Array | None) -> Array:

@@ -88,6 +88,7 @@ def split(
     names = [column for column in columns if column not in other]
     if not names:
         raise ValueError('there is no column of features')
+    checks.flags(standardize=standardize)
     kind = np.float64 if standardize else np.float32
     x = np.stack([numbers(column, columns[column], kind) for column in names], axis=1)
     values, y = numbered(label, columns[label])

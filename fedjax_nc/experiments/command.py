@@ -1,6 +1,7 @@
 """A run from a command line. Whatever a user can cause and mend ends in one line."""
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import gc
@@ -73,12 +74,15 @@ def number(kind: type, low: float, high: float = float('inf'), open_low: bool = 
 
 
 def options(text: str) -> dict[str, Any]:
-    """Parses NAME=VALUE, where VALUE is JSON or a word."""
+    """Parses NAME=VALUE, where VALUE is JSON, a number, list, True, False or None as Python writes them, or a word."""
     name, given, value = text.partition('=')
     if not given or not name.isidentifier():
         raise argparse.ArgumentTypeError(f'{text!r} is not NAME=VALUE')
     with contextlib.suppress(ValueError):
         return {name: json.loads(value)}
+    with contextlib.suppress(ValueError, SyntaxError):
+        if isinstance(known := ast.literal_eval(value), bool | int | float | list | None):
+            return {name: known}
     return {name: value}
 
 

@@ -165,6 +165,8 @@ class Measures:
                 before = self.table(algorithm, model)[None]
             else:
                 before = evaluate.per_client(algorithm, model, self.test, personal=False)
+                if tested.any():  # of the same clients: those who have a personal model
+                    before = jnp.where(jnp.asarray(tested > 0)[:, None, None], before, 0)
             summed = evaluate.over_clients(before)
             told |= {
                 'personal_accuracy_before': float(summed.mean),

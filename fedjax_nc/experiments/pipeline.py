@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import _checkpoints, plots, saving, training, tuning
+from fedjax_nc import _checkpoints, checks, plots, saving, training, tuning
 from fedjax_nc.base import Array, State, Tree
 from fedjax_nc.experiments import networks, provenance, recipes, traffic
 from fedjax_nc.experiments.measures import Measures
@@ -65,7 +65,7 @@ def run(
         Results are the same.
       mesh: devices that share the clients, from `devices.mesh`.
       record: what `config.json` says beside the setting.
-      on_round: as for `training.run`.
+      on_round: as for `training.run`, but a run of a setting has all its rounds, whatever it returns.
       progress: whether it is shown.
       keep_personal: whether each client's personal model is kept, too, as `personal/NUMBER.safetensors`.
 
@@ -74,11 +74,11 @@ def run(
       after the last round; `global_accuracy_lastN`, the mean of the last N rounds, `eval_last` of them; and
       `class_accuracy`. Of personal models on the clients' tests: `personal_accuracy`, the mean over clients, with
       `_std`, `_pooled` and `_low` as in `evaluate.over_clients`; and `clients`, the numbers of each. Of the generic
-      model on the same tests: `personal_accuracy_before`. `method` is what the factory of its algorithm was given, with
-      that factory's own defaults. Besides `seconds` by part, with those of earlier processes up to ten seconds before
-      they were stopped, `rounds_per_second`,
-      `compile_seconds`, `padded_work_share`, `broken_clients`, numbers of `parameters`, `bytes` up and down,
-      `versions`, `commit`, `device`, `date` and the peak of memory.
+      model on the same tests of the same clients: `personal_accuracy_before`. `method` is what the factory of its
+      algorithm was given, with that factory's own defaults. Besides `seconds` by part, with those of earlier processes
+      up to ten seconds before they were stopped, `rounds_per_second`, `compile_seconds`, `padded_work_share`,
+      `broken_clients`, numbers of `parameters`, `bytes` up and down, `versions`, `commit`, `device`, `date` and the
+      peak of memory.
 
     Raises:
       ValueError: for a setting that cannot be, `tune` with `host`, or an `out` that is in use, or holds a run that is
@@ -88,6 +88,8 @@ def run(
     out = Path(out)
     if tune and host:
         raise ValueError('what is tuned has its examples on the device: tune without host')
+    if on_round is not None:
+        checks.called('on_round', on_round, 'row, state')
     provenance.commit()  # that of the code which runs, whatever is changed meanwhile
     record = {**(record or {}), **sources(setting)}
     with _checkpoints.holding(out):
@@ -117,6 +119,10 @@ def run(
             with clock.part('evaluation'):
                 return jax.block_until_ready(measure.general(state))
 
+        def watched(row: training.Row, state: State) -> None:
+            if on_round is not None:
+                on_round(row, state)
+
         if on_round is None:  # which may import what is then half there
             import_ahead()
         with choice.products():
@@ -124,7 +130,7 @@ def run(
                 recipe.train, measure.k_train, state, scene[1], rounds=setting.rounds, cohort=setting.cohort,
                 chunk=choice.chunk, mesh=mesh, rounds_per_call=choice.rounds_per_call, evaluate=evaluated,
                 eval_every=setting.eval_every, eval_last=setting.eval_last, out=out, resume=resume,
-                checkpoint_pause=PAUSE, on_round=on_round, progress=progress,
+                checkpoint_pause=PAUSE, on_round=None if on_round is None else watched, progress=progress,
                 name=setting.label,
             )  # fmt: skip
         if mesh is not None:
@@ -353,14 +359,16 @@ def settle(setting: Setting, out: Path, resume: bool) -> None:
         before = Setting.among(known(path)).plain()
     except TypeError as error:
         raise ValueError(f'{path} is damaged: choose another directory') from error
-    bound = ('rounds',) if setting.algorithm == 'fedetf_gmv' else ()  # its memory is planned from their number
+    planned = setting.algorithm == 'fedetf_gmv' and 'warm' not in dict(setting.options)
+    bound = ('rounds',) if planned else ()  # the memory's beginning is planned from their number
     said = [
         f'{name} was {before[name]} and is now {value}'
         for name, value in setting.plain().items()
         if (name not in FREE or name in bound) and before[name] != value
     ]
     if said:
-        raise ValueError(f'the run in {out} has other settings: {", ".join(said)}')
+        advice = '; the option warm would free the rounds' if planned and before['rounds'] != setting.rounds else ''
+        raise ValueError(f'the run in {out} has other settings: {", ".join(said)}{advice}')
 
 
 def known(path: Path) -> dict[str, Any]:

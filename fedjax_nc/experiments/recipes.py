@@ -343,7 +343,16 @@ def fedetf_recipe(s: Setup) -> Recipe:
 def fedetf_gmv_recipe(s: Setup) -> Recipe:
     """FedAvg_ETF whose memory acts in the last two fifths of the rounds; one more local update makes it personal.
 
-    The option `scale` is the length of the ETF's columns."""
+    The option `scale` is the length of the ETF's columns.
+
+    Raises:
+      ValueError: for a `scale` of a learned head.
+    """
+    if s.learned and 'scale' in s.options:
+        raise ValueError(
+            "fedetf_gmv's option scale is the length of a frozen ETF's columns, and the head is learned: "
+            'leave out one of the two'
+        )
     options = {'warm': round(0.6 * s.rounds), 'scale': 1.0, **s.common}
     scale = options.pop('scale')
     head = bare(frames.simplex_etf, scale) if 'scale' in s.options else s.head
@@ -351,7 +360,7 @@ def fedetf_gmv_recipe(s: Setup) -> Recipe:
     task = objective(s.model, head, s.loss)
     online = options.get('features') == 'online'  # sums of features have travelled with the statistics
     personal = s.finetune(remembering(tallying(task, s.plan.epochs) if online else task))
-    own = {} if s.learned and 'scale' not in s.options else {'scale': plain(scale)}  # of the frame, if there is one
+    own = {} if s.learned else {'scale': plain(scale)}  # of the frame, if there is one
     return recipe._replace(personalize=personal, told={k: v for k, v in recipe.told.items() if k != 'scale'} | own)
 
 
@@ -379,8 +388,8 @@ def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Rec
 def ccvr_recipe(s: Setup) -> Recipe:
     """FedAvg, or the option `base` 'fedprox' or 'moon' at the option `mu`, calibrated by CCVR.
 
-    The option `samples` is the number of virtual features of each class, 100 by default. Personal models tune the
-    calibrated head alone: psi has no slope at zero.
+    The option `samples` is the number of virtual features of each class, 100 by default, and 0 calibrates nothing.
+    Personal models tune the calibrated head alone: psi has no slope at zero.
 
     Raises:
       ValueError: for another `base`.
@@ -394,8 +403,8 @@ def ccvr_recipe(s: Setup) -> Recipe:
     if base == 'moon':
         body = alg.moon.projected(s.model) if options.get('project', True) else s.model
         task = alg.moon.prepared(objective(body, s.head, s.loss), options.get('preprocess'))
-    psi = alg.ccvr.tukey()
-    personal = s.finetune(transformed(task, psi), parts=('head',))
+    psi = alg.ccvr.tukey() if samples else None  # without virtual features the model stays what it was
+    personal = s.finetune(transformed(task, psi) if psi else task, parts=('head',))
     calibrate = alg.ccvr.calibrate(task, transform=psi, samples=samples)
 
     def oracle(key: Array, state: State, data: FederatedData) -> State:

@@ -75,6 +75,10 @@ def load(setting: Setting, data_dir: str | Path | None = None, host: bool = Fals
     else:
         parts = divided(dataset.y_train, setting)
     pool = FEATURES[setting.features](dataset.x_train, parts, setting)
+    if pool.dtype != dataset.x_train.dtype:  # noise makes floats in [0, 1] of bytes: what is tested must be the same
+        dataset = dataset._replace(x_test=dataset.x_test.astype(pool.dtype) / 255)
+        if not pipelined(setting):  # no pipeline takes them on from there, as models do bytes
+            pool, dataset = 2 * pool - 1, dataset._replace(x_test=2 * dataset.x_test - 1)
     clients = data.federate(pool, dataset.y_train, parts, dataset.num_classes, host=host)
     x, y = dataset.x_test, dataset.y_test
     if setting.tests == 'matched':
@@ -108,6 +112,8 @@ def found(setting: Setting, data_dir: str | Path | None = None) -> data.Dataset:
     load, where = LOADERS[setting.own], {}
     if load is data.load_folder:
         load, where = (data.load_hub, {}) if hub.saved(path) else (load, {'cache': data_dir})
+    if taken := [name for name in setting.loading if name in where]:
+        raise ValueError(f'loading of {setting.dataset}: {taken[0]} is the data directory, which is given beside it')
     try:
         inspect.signature(load).bind(path, **setting.loading, **where)
     except TypeError as error:
@@ -142,6 +148,11 @@ def drawn(dataset: data.Dataset, setting: Setting) -> tuple[NDArray[np.intp], Pa
     return owners, data.natural(dataset.clients_train, owners)
 
 
+def pipelined(setting: Setting) -> bool:
+    """Whether images go through a pipeline of the setting; else models make [-1, 1] of bytes and leave floats alone."""
+    return bool(setting.crop or setting.flip or setting.pixels != 'half')
+
+
 def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None = None) -> recipes.Recipe:
     """The method of a run. `choice` says how it is computed: the convolution of its model, what its plan adds.
 
@@ -149,7 +160,7 @@ def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None 
       ValueError: for a head, loss, server optimizer or option that the method does not have.
     """
     choice, augment = choice or tuning.Choice(), None
-    if setting.crop or setting.flip or setting.pixels != 'half':
+    if pipelined(setting):
         look = PIXELS[setting.pixels]
         augment = images.pipeline(*look, crop=setting.crop, flip=setting.flip, crop_mode=setting.crop_mode)
     server_opt, plain = None, setting.server_optimizer == 'average'

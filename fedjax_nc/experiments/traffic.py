@@ -10,7 +10,10 @@ from fedjax_nc.base import Algorithm, FederatedData, State, Tree
 
 
 class Traffic(NamedTuple):
-    """Bytes of one client in one round, without compression; 0 up where nothing is sent."""
+    """Bytes of one client in one round, without compression; 0 up where nothing is sent.
+
+    Messages count whole: what is all zeros in some rounds, as class means before a memory is collected, too.
+    """
 
     down: int  #: what moves and is read by a client's work
     up: int
