@@ -368,7 +368,7 @@ def fitting(value: Algorithm, state: State, data: FederatedData) -> Iterator[Non
     """
     try:
         yield
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         if strange(value, state, data):
             error.add_note(
                 'The state looks like that of another algorithm: begin with simulate.init, or after training with '
