@@ -206,7 +206,7 @@ def chunks(play: Play) -> str:
     if said := changed(other.state, play.state, play.atol):
         return (
             f'clients one at a time and two side by side leave different states, {said}: `aggregate.partial` must be '
-            'a sum over messages, and means are made in `finish`'
+            'a sum over messages, means are made in `finish`, and what `stacked` is given ignores rows of weight 0'
         )
     if said := changed(other.report.loss, play.report.loss, 0.2 * play.atol):
         return f'clients one at a time and two side by side report different losses, {said}: mean over real examples'

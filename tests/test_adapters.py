@@ -303,6 +303,22 @@ def test_linen_variables_of_other_kinds_are_refused():
         models.from_flax(Counts()).init(KEY, X)
 
 
+@pytest.mark.parametrize('layer', [nn.BatchNorm(use_running_average=False), nn.Dropout(0.5, deterministic=False)])
+def test_a_linen_layer_that_always_trains_is_told_when_it_evaluates(layer):
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return layer.copy(name='last')(nn.Dense(4)(x))
+
+    model, x = models.from_flax(Body()), jnp.ones((3, 5))
+    params, stats = model.init(jax.random.key(0), x)
+    assert model.features(params, stats, x, None, jax.random.key(1))[0].shape == (3, 4)
+    with pytest.raises(
+        ValueError, match=r'Body trains where it should evaluate .*: let its `__call__` ask for `train`'
+    ):
+        model.features(params, stats, x)
+
+
 @pytest.mark.parametrize('library', ['linen', 'nnx', 'equinox', 'haiku'])
 def test_batchnorm_of_any_library_stays_with_its_client(library):
     data = toys.ragged((40, 25))

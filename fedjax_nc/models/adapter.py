@@ -56,8 +56,8 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
 
     Raises:
         ValueError: if `module` is no such instance, or `preprocess` no function; on `init`, if there is no submodule
-            `classifier`, or the module has variables other than 'params' and 'batch_stats'; and for examples that do
-            not fit the parameters.
+            `classifier`, or the module has variables other than 'params' and 'batch_stats'; for examples that do not
+            fit the parameters; and in evaluation, for layers that train whatever they are told.
 
     Example:
         >>> import jax
@@ -96,6 +96,14 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
             raise ValueError(
                 f'examples of the shape {x.shape[1:]}, as they come from `preprocess`, do not fit these parameters: '
                 f'{str(error).partition(" (http")[0]}'
+            ) from error
+        except (flax.errors.ModifyScopeVariableError, flax.errors.InvalidRngError) as error:
+            if train:
+                raise
+            raise ValueError(
+                f'{type(module).__name__} trains where it should evaluate ({str(error).partition(" (http")[0]}): let '
+                'its `__call__` ask for `train`, and tell its layers `use_running_average=not train` or '
+                '`deterministic=not train`'
             ) from error
 
     def init(key: Array, x: Array) -> tuple[Tree, Tree]:
