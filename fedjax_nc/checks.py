@@ -369,7 +369,9 @@ def fitting(value: Algorithm, state: State, data: FederatedData) -> Iterator[Non
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if strange(value, state, data):
+        # Most ValueErrors refuse something else; those that tell of a missing name come from its error.
+        lacking = not isinstance(error, ValueError) or isinstance(error.__cause__, KeyError)
+        if lacking and strange(value, state, data):
             error.add_note(
                 'The state looks like that of another algorithm: begin with simulate.init, or after training with '
                 'simulate.join(stage, key, state.server, num_clients)'
@@ -378,11 +380,14 @@ def fitting(value: Algorithm, state: State, data: FederatedData) -> Iterator[Non
 
 
 def strange(value: Algorithm, state: State, data: FederatedData) -> bool:
-    """Whether an algorithm would begin with states of another structure."""
+    """Whether an algorithm would begin with states of another structure, or, as a stage, its clients would."""
     random = jax.random.key(0)
     try:
-        if restructured(jax.eval_shape(value.init_client, random, state.server), state.clients):
+        own = jax.eval_shape(value.init_client, random, state.server)
+        if restructured(own, state.clients):
             return True
+        if jax.tree.leaves(own):  # of this algorithm, on a server that `join` may have taken from another
+            return False
     except Exception:  # whatever is raised by a function that is given what it does not know
         return True
     try:

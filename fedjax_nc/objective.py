@@ -74,7 +74,9 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
                 f"a head's init makes (params, fixed), as that of heads.linear() does, not {checks.shown(made)}"
             )
         params, fixed = made
-        if any(isinstance(u, float | int) for u in jax.tree.leaves(params)):  # such as a temperature that is learned
+        if any(
+            isinstance(u, float | int) for u in jax.tree.leaves(params)
+        ):  # such as a temperature; others keep their order
             params = jax.tree.map(lambda u: jnp.float32(u) if isinstance(u, float | int) else u, params)
         logits = _shape_of(lambda z: head.logits(params, fixed, z), 'logits [B, C]', 2, z)
         y, counts = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (2, data.num_classes))

@@ -195,7 +195,8 @@ def run(
                 if on_round is not None:
                     for row in new:
                         said = on_round(row, state)
-                        enough |= isinstance(said, bool | np.bool_) and bool(said)  # trackers may return anything else
+                        # Trackers may return anything else; comparisons of a state's values are NumPy's or jax's.
+                        enough |= said is True or (getattr(said, 'dtype', None) == np.bool_ and bool(said))
                 if enough and files is not None and kept < stop:
                     files.save(stop, state, key, history)
                 bar.at(stop, _training.shown(history, cohort or data.num_clients))

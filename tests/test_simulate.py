@@ -76,13 +76,31 @@ def test_an_error_on_a_state_of_another_algorithm_says_whence_it_may_come(data, 
         assert any('looks like that of another algorithm' in note for note in raised.value.__notes__)
 
 
-def test_an_error_of_an_algorithm_on_its_own_state_is_left_alone(data):
+@pytest.mark.parametrize('error', [KeyError, ValueError])
+@pytest.mark.parametrize('stage', [False, True])
+def test_an_error_of_an_algorithm_on_its_own_state_is_left_alone(data, stage, error):
     def client(key, server, client, shard):
-        raise KeyError('mine')
+        raise error('mine')
 
-    algorithm = fedavg.algorithm(toys.task, toys.opt)._replace(client=client)
-    with pytest.raises(KeyError, match='mine') as raised:
-        simulate.make_round(algorithm)(toys.KEY, simulate.init(algorithm, toys.KEY, data), data)
+    trained = fedavg.algorithm(toys.task, toys.opt)
+    algorithm = (finetune.algorithm(toys.task, toys.opt) if stage else trained)._replace(client=client)
+    state = simulate.init(trained, toys.KEY, data)
+    if stage:
+        state = simulate.join(algorithm, toys.KEY, state.server, data.num_clients)
+    with pytest.raises(error, match='mine') as raised:
+        simulate.make_round(algorithm)(toys.KEY, state, data)
+    assert not any('another algorithm' in note for note in getattr(raised.value, '__notes__', ()))
+
+
+def test_a_refusal_of_something_else_is_left_alone(data):
+    def client(key, server, client, shard):
+        raise ValueError('mine')
+
+    algorithm = fedetf.algorithm(toys.tiny, toys.opt)._replace(client=client)
+    with pytest.raises(ValueError, match='mine') as raised:
+        simulate.make_round(algorithm)(
+            toys.KEY, simulate.init(fedavg.algorithm(toys.task, toys.opt), toys.KEY, data), data
+        )
     assert not any('another algorithm' in note for note in getattr(raised.value, '__notes__', ()))
 
 

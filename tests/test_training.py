@@ -73,10 +73,15 @@ def test_a_pause_between_checkpoints_leaves_out_all_but_the_first_and_the_last(d
         run(data, 4, checkpoint_pause=-1.0)
 
 
+@pytest.mark.parametrize('enough', [
+    lambda row, state: row['round'] == 1,
+    lambda row, state: np.float32(row['loss']) > 0,
+    lambda row, state: state.server.round >= 1,
+], ids=['python', 'numpy', 'jax'])  # fmt: skip
 @pytest.mark.parametrize('rounds_per_call', [1, 2])
-def test_who_watches_may_end_it_and_it_goes_on_as_if_nobody_had(data, whole, rounds_per_call, tmp_path):
+def test_who_watches_may_end_it_and_it_goes_on_as_if_nobody_had(data, whole, rounds_per_call, enough, tmp_path):
     ended = run(data, 5, out=tmp_path, eval_every=2, checkpoint_every=5, rounds_per_call=rounds_per_call,
-                on_round=lambda row, state: row['round'] == 1)  # fmt: skip
+                on_round=enough)  # fmt: skip
     assert [row['round'] for row in ended.history] == [*range(1, rounds_per_call + 1)]
     assert len(lines(tmp_path)) == int(ended.state.server.round) == rounds_per_call
     resumed = run(data, 5, out=tmp_path, eval_every=2, resume=True, on_round=lambda row, state: 'goes on')
