@@ -48,7 +48,7 @@ def test_means_of_measures_equal_numpy_for_any_batch_size(data, monkeypatch):
         )
     table = evaluate.generic(stage, state, data.x, y, toys.CLASSES)
     np.testing.assert_allclose(evaluate.mean(stage, state, evaluate.among(1), data.x, y), evaluate.accuracy(table))
-    monkeypatch.setattr(evaluate, 'AT_ONCE', 1000)  # bytes: in pieces
+    monkeypatch.setattr(evaluate.tables, 'AT_ONCE', 1000)  # bytes: in pieces
     found = evaluate.mean(stage, state, losses.cross_entropy, np.asarray(data.x), y)
     np.testing.assert_allclose(found, loss.mean(), rtol=1e-5)
     np.testing.assert_array_equal(evaluate.generic(stage, state, np.asarray(data.x), y, toys.CLASSES), table)

@@ -161,7 +161,7 @@ def test_evaluation_and_stages_go_through_all_clients_a_few_at_a_time(most, both
         count += 1
     assert count == {1: 8, 3000: 4, 10**9: 1}[most]
     toys.same(whole, some)
-    monkeypatch.setattr(evaluate, 'cohorts', lambda given: data.cohorts(given, most))
+    monkeypatch.setattr(evaluate.tables, 'cohorts', lambda given: data.cohorts(given, most))
     allowed = here.counts > 0
     for kwargs in ({}, {'personal': False}, {'allowed': allowed}):
         tables = [evaluate.per_client(stage, whole, d, **kwargs) for d in (here, away)]
@@ -173,7 +173,7 @@ def test_a_large_test_set_is_counted_in_pieces(both, monkeypatch):
     algorithm = ALGORITHMS['fedavg']
     state = simulate.init(algorithm, toys.KEY, here)
     whole = evaluate.generic(algorithm, state, here.x, here.y, toys.CLASSES)
-    monkeypatch.setattr(evaluate, 'AT_ONCE', 500)
+    monkeypatch.setattr(evaluate.tables, 'AT_ONCE', 500)
     x, y = np.asarray(here.x), np.asarray(here.y)
     toys.same(whole, evaluate.generic(algorithm, state, x, y, toys.CLASSES))
 
