@@ -1,12 +1,14 @@
 """The pictures of docs/ideas.md: what the page says holds, and they are drawn."""
 
-import importlib.util
+import importlib
 import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from fedjax_nc import frames
 
 pytest.importorskip('matplotlib')
 pytest.importorskip('sklearn')
@@ -17,17 +19,14 @@ SMALL = {'few': 6, 'many': 6, 'epochs': 4, 'partitions': 2, 'passes': 3, 'rounds
 
 @pytest.fixture(scope='module')
 def ideas():
-    spec = importlib.util.spec_from_file_location('ideas', ROOT / 'examples' / 'ideas.py')
-    module = importlib.util.module_from_spec(spec)
-    sys.modules['ideas'] = module  # figures are copied by pickle
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules['ideas']
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / 'examples'))
+        yield importlib.import_module('ideas')
 
 
 @pytest.fixture(scope='module')
 def small(ideas):
-    return ideas.Setting(**SMALL)
+    return ideas.measured.Setting(**SMALL)
 
 
 @pytest.fixture
@@ -38,56 +37,56 @@ def made_up(ideas):
     head = {'w': rng.normal(size=(2, 5)), 'b': rng.normal(size=5)}
     pairs = [(0, 1), (0, 2), (1, 2)]
     return {
-        'collapse': ideas.Collapse(
+        'collapse': ideas.measured.Collapse(
             y,
             {t: (z, rng.normal(size=(3, 2))) for t in (1, 2)},
             {n: rng.uniform(size=2) for n in ('NC1', 'NC2', 'NC3')},
         ),
-        'fedetf': ideas.Simplex(
+        'fedetf': ideas.measured.Simplex(
             {n: rng.uniform(-1, 1, 45) for n in ('FedAvg', 'FedETF')}, {'FedAvg': 0.9, 'FedETF': 0.95}
         ),
-        'gmv': ideas.Remembered(z, y, rng.normal(size=(3, 2)), rng.normal(size=(3, 2)), 0.5),
-        'fedloge': ideas.Lengths(np.arange(10, 0, -1), rng.uniform(1, 2, 10), *rng.uniform(size=(2, 10))),
-        'ccvr': ideas.Calibrated(z, np.arange(30) % 5, head, head, (0.5, 0.75)),
-        'fednh': ideas.Meaning(pairs, *rng.uniform(size=(3, 3))),
+        'gmv': ideas.measured.Remembered(z, y, rng.normal(size=(3, 2)), rng.normal(size=(3, 2)), 0.5),
+        'fedloge': ideas.measured.Lengths(np.arange(10, 0, -1), rng.uniform(1, 2, 10), *rng.uniform(size=(2, 10))),
+        'ccvr': ideas.measured.Calibrated(z, np.arange(30) % 5, head, head, (0.5, 0.75)),
+        'fednh': ideas.measured.Meaning(pairs, *rng.uniform(size=(3, 3))),
     }
 
 
 def test_class_vectors_turn_away_from_each_other_where_clients_differ(ideas, small):
-    found = ideas.drift(small)
+    found = ideas.measured.drift(small)
     assert found.even.shape == found.uneven.shape == (6, 3, 2)
     assert not found.held.all()
     even, uneven = found.cosines['even'], found.cosines['uneven']
     assert (even > 0.9).all()
     assert (uneven < even - 0.05).all()
-    ideas.draw_drift(found)
-    assert f'{uneven[0]:.2f} as drawn' in ideas.told(found)[1]
+    ideas.drawn.draw_drift(found)
+    assert f'{uneven[0]:.2f} as drawn' in ideas.measured.told(found)[1]
 
 
 def test_layers_agree_less_the_later_they_are_and_where_clients_differ(ideas, small):
-    found = ideas.agreement(small)
+    found = ideas.measured.agreement(small)
     (_, even), (_, uneven) = found.layers.items()
     assert (uneven < even - 0.05).all()
     assert (np.diff(uneven) < 0).all()
     cosines = [matrix[np.triu_indices(6, 1)].mean() for matrix in found.cosines.values()]
     assert cosines[1] < cosines[0] - 0.05
-    ideas.draw_agreement(found)
+    ideas.drawn.draw_agreement(found)
 
 
 def test_what_is_drawn_as_a_simplex_is_one(ideas):
     for d in (2, 3):
-        frame = ideas.turned(np.asarray(ideas.frames.simplex_etf(ideas.KEY, d, d + 1)).T)
+        frame = ideas.drawn.turned(np.asarray(frames.simplex_etf(ideas.measured.KEY, d, d + 1)).T)
         np.testing.assert_allclose(frame @ frame.T, ((d + 1) * np.eye(d + 1) - 1) / d, atol=1e-5)
         np.testing.assert_allclose(frame[0], np.eye(d)[-1], atol=1e-5)
-        spots = ideas.seen_from_above(frame)
+        spots = ideas.drawn.seen_from_above(frame)
         assert spots.shape == (d + 1, 2)
         assert np.linalg.norm(spots, axis=1).max() < 1.001
-    ideas.draw_frames()
+    ideas.drawn.draw_frames()
 
 
 def test_borders_lie_where_two_classes_are_level(ideas, made_up):
     head = made_up['ccvr'].before
-    points = np.concatenate(ideas.borders(head, 10.0))
+    points = np.concatenate(ideas.drawn.borders(head, 10.0))
     points = points[np.isfinite(points[:, 0])]
     assert len(points) > 100
     first, second = np.sort(points @ head['w'] + head['b'], axis=1)[:, [-1, -2]].T
@@ -98,11 +97,11 @@ def test_borders_lie_where_two_classes_are_level(ideas, made_up):
 def test_pictures_are_drawn_and_told(ideas, made_up, name):
     figure = ideas.PICTURES[name][1](made_up[name])
     assert all(axes.get_title() for axes in figure.axes[1:])
-    assert ideas.told(made_up[name])
+    assert ideas.measured.told(made_up[name])
 
 
 def test_the_program_writes_light_and_dark_pictures(ideas, made_up, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(ideas.PICTURES, 'fednh', (lambda setting: made_up['fednh'], ideas.draw_meaning))
+    monkeypatch.setitem(ideas.PICTURES, 'fednh', (lambda setting: made_up['fednh'], ideas.drawn.draw_meaning))
     monkeypatch.setattr(sys, 'argv', ['ideas.py', '--quick', '--only', 'fednh', '--out', str(tmp_path / 'new')])
     ideas.main()
     assert capsys.readouterr().out.startswith('fednh: first cosines')
