@@ -128,8 +128,8 @@ def by_field(**aggregators: Aggregator) -> Aggregator:
 def stacked(reduce: Callable[[Tree, Array], Tree]) -> Aggregator:
     """Hands all messages of the cohort to `reduce(messages [M, ...], weights [M])`.
 
-    Messages come in float32. Rows of weight 0 belong to nobody and must be ignored by `reduce`, and may be more than
-    the cohort has clients. Costs M times the memory of a message.
+    Messages come in float32, whole numbers as they were sent. Rows of weight 0 belong to nobody and must be ignored by
+    `reduce`, and may be more than the cohort has clients. Costs M times the memory of a message.
 
     Raises:
       ValueError: for what is no such function.
@@ -138,7 +138,8 @@ def stacked(reduce: Callable[[Tree, Array], Tree]) -> Aggregator:
 
     def partial(messages: Tree, weights: Array, slots: Array, cohort: int) -> Tree:
         def place(u: Array) -> Array:
-            return jnp.zeros((cohort, *u.shape[1:]), jnp.float32).at[slots].set(u.astype(jnp.float32))
+            kept = u.dtype if jnp.issubdtype(u.dtype, jnp.integer) else jnp.float32
+            return jnp.zeros((cohort, *u.shape[1:]), kept).at[slots].set(u.astype(kept))
 
         return jax.tree.map(place, messages), place(weights)
 
@@ -226,10 +227,11 @@ def krum(byzantine: int, select: int = 1) -> Callable[[Tree, Array], Tree]:
     def reduce(messages: Tree, weights: Array) -> Tree:
         live, everyone = weights > 0, jnp.arange(len(weights))
         n = jnp.sum(live)
+        floats = [u.astype(jnp.float32) for u in jax.tree.leaves(messages)]
 
         def distances(i: Array) -> Array:
             # Differences, because products would lose the digits of messages that agree.
-            parts = [jnp.sum(jnp.square(u - u[i]).reshape(len(u), -1), axis=1) for u in jax.tree.leaves(messages)]
+            parts = [jnp.sum(jnp.square(u - u[i]).reshape(len(u), -1), axis=1) for u in floats]
             return jnp.where(live & (everyone != i), jnp.nan_to_num(sum(parts), nan=jnp.inf), jnp.inf)
 
         ordered = jnp.sort(jax.lax.map(distances, everyone), axis=1)

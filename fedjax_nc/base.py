@@ -67,7 +67,7 @@ class FederatedData(NamedTuple):
 class Batch(NamedTuple):
     """Everything that a loss may look at; predictions have `x` alone."""
 
-    x: Array  #: [B, ...] examples as the pool holds them
+    x: Array  #: [B, ...] examples as the pool holds them; [B, D] features where a head trains alone
     #: [B] int32
     y: Array = None  # type: ignore[assignment]
     #: [B] bool, False for padding, copies of a real row; None: no padding
@@ -113,7 +113,8 @@ class Objective(NamedTuple):
     init: Callable[[Array, FederatedData], Variables]  #: (key, data) -> first variables
     features: Callable[[Variables, Batch], tuple[Array, Tree]]  #: (variables, batch) -> (z [B, D] float32, new stats)
     logits: Callable[[Variables, Array], Array]  #: (variables, z) -> [B, C] float32
-    loss: Callable[[Variables, Array, Batch], Array]  #: (variables, z, batch) -> [] float32, mean over real examples
+    #: (variables, z, batch) -> [] float32, mean over real examples; where a head trains alone, `batch.x` is `z`, too
+    loss: Callable[[Variables, Array, Batch], Array]
 
 
 class Aggregator(NamedTuple):

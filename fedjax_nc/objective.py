@@ -1,5 +1,6 @@
 """Model, head and loss joined into the one thing that algorithms see."""
 
+import math
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -156,6 +157,37 @@ def freezing(task: Objective, trained: Container[str]) -> Objective:
     if 'body' in trained:
         return task
     return task._replace(features=lambda v, batch: task.features(v, batch._replace(key=None)))
+
+
+def with_term(task: Objective, term: Callable[[Variables, Array, Batch], Array]) -> Objective:
+    """The same task with a term added to its loss, under any method, also one that has a penalty of its own.
+
+    Args:
+      task: what is extended.
+      term: `(variables, z [B, D], batch) -> [] float32`. It must leave out rows where `batch.mask` does not hold, and
+        look at features through `z`: where a head trains alone, `batch.x` may hold features, too (`on_features`).
+
+    Raises:
+      ValueError: for a `task` that is no Objective or a `term` that is no such function; in the first round, for a
+        term that is no number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fedjax_nc import heads, losses, models, objective
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> def short(variables, z, batch):
+      ...     return 0.01 * objective.masked_mean(jnp.sum(z**2, axis=-1), batch.mask)
+      >>> task = objective.with_term(task, short)
+    """
+    checks.kind('task', task, Objective)
+    checks.called('term', term, 'variables, features, batch', 'that of the example')
+
+    def loss(v: Variables, z: Array, batch: Batch) -> Array:
+        more = term(v, z, batch)
+        checks.number('what term returns', more, -math.inf, finite=False)
+        return task.loss(v, z, batch) + more
+
+    return task._replace(loss=loss)
 
 
 def transformed(task: Objective, transform: Callable[[Array], Array]) -> Objective:

@@ -214,7 +214,7 @@ def chunks(play: Play) -> str:
 
 
 def order(play: Play) -> str:
-    """The order of messages does not change what the server makes of them."""
+    """The order of messages, which are made up, does not change what the server makes of them."""
     before, (joining, follow) = play.before, (play.algorithm.aggregate, play.algorithm.server)
     shapes = jax.eval_shape(
         lambda server, client: play.algorithm.client(play.key, server, client, play.data.shard(0))[1],
@@ -225,9 +225,12 @@ def order(play: Play) -> str:
     weights, turned = jnp.array([3.0, 1.0, 0.0, 4.0, 2.0]), jnp.array([2, 4, 0, 1, 3])
 
     def drawn(u: Any) -> Array:
-        low, high = (0.5, 1.5) if jnp.issubdtype(u.dtype, jnp.inexact) else (1, 3)
-        values = jnp.asarray(rng.uniform(low, high, (_MEMBERS, *u.shape)).astype(u.dtype))
-        return values.at[2].set(0)  # as the engine has it where the weight is 0
+        shape = (_MEMBERS, *u.shape)
+        if jnp.issubdtype(u.dtype, jnp.inexact):
+            values = rng.uniform(0.5, 1.5, shape)
+        else:  # no two alike, because numbers may say who has sent the message
+            values = rng.permuted(np.broadcast_to(np.arange(_MEMBERS).reshape(-1, *[1] * u.ndim), shape), axis=0) + 1
+        return jnp.asarray(values.astype(u.dtype)).at[2].set(0)  # as the engine has it where the weight is 0
 
     @jax.jit
     def join(sent: Tree, weights: Array) -> Tree:

@@ -12,7 +12,7 @@ import numpy as np
 from fedjax_nc.base import Array, Tree
 
 
-def add(a: Tree, b: Tree, scale: Array | float = 1.0) -> Tree:
+def add(a: Tree, b: Tree, scale: Array | float = 1) -> Tree:
     """`a + scale * b`, leaf by leaf."""
     return jax.tree.map(lambda u, v: u + scale * v, a, b)
 

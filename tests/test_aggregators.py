@@ -42,6 +42,24 @@ def test_median_of_an_odd_number_is_a_row_and_rows_of_nobody_do_not_count():
     np.testing.assert_allclose(got['a'], np.median(ROWS['a'][:3], axis=0))
 
 
+@pytest.mark.parametrize('lanes', [1, 2, 3, 6])
+def test_stacked_hands_whole_numbers_over_as_they_are(lanes):
+    ids = np.array([2**31 - 1 - 2 * i for i in range(6)], np.int32)  # more digits than float32 has
+    rows = {
+        'id': ids,
+        'word': 2**31 + ids.astype(np.uint32),
+        'a': ROWS['a'],
+        'may': ids > ids[3],
+    }
+    got, weights = fold(aggregators.stacked(lambda messages, weights: (messages, weights)), rows, WEIGHTS, lanes)
+    np.testing.assert_array_equal(weights, WEIGHTS)
+    for name, u in rows.items():
+        np.testing.assert_array_equal(got[name], u)
+    assert {name: str(u.dtype) for name, u in got.items()} == {
+        'id': 'int32', 'word': 'uint32', 'a': 'float32', 'may': 'float32'
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize('aggregator', [aggregators.mean, aggregators.uniform])
 def test_nobody_aggregates_to_zero_not_nan(aggregator):
     got = fold(aggregator, ROWS, np.zeros(6, np.float32), 3)

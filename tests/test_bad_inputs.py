@@ -37,10 +37,10 @@ from fedjax_nc import (
     tuning,
     watch,
 )  # fmt: skip
-from fedjax_nc.algorithms import fedavg, fedetf, fedprox, finetune, latest, moon
+from fedjax_nc.algorithms import fedavg, fedetf, fedmmd, fedprox, finetune, latest, moon, scaffold
 from fedjax_nc.base import Head
 from fedjax_nc.data import federate, load_npz
-from fedjax_nc.objective import objective
+from fedjax_nc.objective import objective, with_term
 
 FACTORIES = ('algorithm', 'calibrate', 'personalize', 'realign', 'adapt_features', 'alternate')
 SINGLE = federate(np.eye(5, 12, dtype=np.float32), np.arange(5), [[c] for c in range(5)])
@@ -375,6 +375,21 @@ LATER = {
         lambda: played(fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, penalty=lambda *_: None)),
         'what penalty returns must be one number, not None',
     ),
+    **{
+        f'a penalty under {module.__name__}': (
+            functools.partial(module.algorithm, toys.task, toys.opt, penalty=lambda *_: 0.0, **options),
+            r'takes no penalty beside its own work: .* objective.with_term\(task, term\)',
+        )
+        for module, options in ((fedprox, {'mu': 0.1}), (scaffold, {}), (moon, {'mu': 0.1}), (fedmmd, {}))
+    },
+    'a term of each example': (
+        lambda: played(fedavg.algorithm(with_term(toys.task, lambda v, z, batch: z[:, 0]), toys.opt, plan=toys.PLAN)),
+        r'what term returns must be one number, not an array',
+    ),
+    'a term that sees the server': (
+        lambda: with_term(toys.task, lambda v, z, batch, server, client: 0.0),
+        r'term must be a function of \(variables, features, batch\)',
+    ),
     'a penalty of each example': (
         lambda: played(
             fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, penalty=lambda v, z, *_: jnp.sum(z**2, 1))
@@ -451,7 +466,7 @@ LATER = {
         lambda: evaluate.generic(
             CNN, simulate.init(CNN, toys.KEY, federate(*images(28), [np.arange(4)])), *images(24), 2
         ),
-        r'examples of the shape \(24, 24, 3\), as they come from `preprocess`, do not fit these parameters: .*kernel',
+        r'examples of the shape \(24, 24, 3\), as they come from `preprocess`, or features .*, do not fit .*kernel',
     ),
     'a run for a state': (
         lambda: evaluate.generic(PLAIN, training.Run((), [], 0.0, 0.0), SINGLE.x, SINGLE.y, 5),

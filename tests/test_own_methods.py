@@ -41,6 +41,10 @@ def decayed(objective, client_opt, *, decay=0.01, **kwargs):
     return fedavg.algorithm(objective, client_opt, penalty=penalty, **kwargs)
 
 
+def needing(objective, client_opt, *, rate, plan, slope):
+    return fedavg.algorithm(objective, client_opt, plan=plan)
+
+
 METHOD = recipes.Method('Halved / ETF', recipes.shared(algorithm), ('etf',), server=False)
 number = 3
 
@@ -83,6 +87,16 @@ def test_it_has_a_label_and_a_folder_of_its_own():
     assert by_name['METHOD'].head == 'etf'
     assert Setting.of(json.loads(json.dumps(by_name['METHOD'].plain()))) == by_name['METHOD']
     assert recipes.named('fedavg') is recipes.RECIPES['fedavg']
+
+
+def test_options_without_a_default_are_asked_for(tmp_path):
+    small = ['--dataset', 'digits', '--clients', '6', '--rounds', '2', '--out', str(tmp_path / 'run')]
+    said = 'needing needs the options rate, slope, which have no default'
+    with pytest.raises(ValueError, match=said):
+        command.main([*small, '--algorithm', 'steps.halved:needing'])
+    with pytest.raises(ValueError, match='needing needs the options slope'):
+        command.main([*small, '--algorithm', 'steps.halved:needing', '--options', 'rate=1'])
+    assert not (tmp_path / 'run' / 'config.json').exists()
 
 
 @pytest.mark.slow

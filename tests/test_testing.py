@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -305,6 +306,43 @@ def test_options_say_what_an_algorithm_is_not():
     assert re.search('no generic model.*say generic=False', testing.predict(play))
     play = testing.Play(SOUND, CLIENTS, generic=False)
     assert testing.predict(play).startswith('without a generic model, predict(server, None, x) must raise ValueError')
+
+
+class Signed(NamedTuple):
+    base: fedavg.Message
+    who: jax.Array  # [2] bits that no other client has
+    loss: jax.Array
+
+
+def test_a_server_may_know_clients_by_numbers_that_they_send():
+    """Their losses are added in the order of their identities, each times its rank, whatever their slots."""
+
+    def work(key, server, me, shard):
+        _, message, info = SOUND.client(key, server, SOUND.init_client(key, server), shard)
+        return me, Signed(message, me, info.loss), info
+
+    def follow(key, state, aggregate):
+        _, who, loss, weights = aggregate.value['signed']
+        order = jnp.lexsort((who[:, 1], who[:, 0], weights <= 0))
+        ranked = jnp.sum(jnp.where(weights[order] > 0, loss[order] * (1 + jnp.arange(len(loss))), 0.0))
+        new = SOUND.server(key, state, aggregate._replace(value=aggregate.value['base']))
+        return new._replace(extra=jnp.where(aggregate.clients > 0, ranked, state.extra))
+
+    def known(sound):
+        every = aggregators.stacked(lambda messages, weights: (*messages, weights))
+        return Aggregator(
+            lambda sent, *rest: {'base': sound.partial(sent.base, *rest), 'signed': every.partial(sent, *rest)},
+            lambda total: {'base': sound.finish(total['base']), 'signed': every.finish(total['signed'])},
+        )
+
+    signed = SOUND._replace(
+        init=lambda key, data: SOUND.init(key, data)._replace(extra=jnp.float32(0)),
+        init_client=lambda key, server: jax.random.bits(key, (2,)),
+        client=work,
+        aggregate=known(SOUND.aggregate),
+        server=follow,
+    )
+    testing.check(signed)
 
 
 def test_infinity_may_stay_where_it_was():

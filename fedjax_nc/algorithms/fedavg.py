@@ -9,7 +9,7 @@ it is FedOpt (Reddi et al., ICLR 2021. https://arxiv.org/abs/2003.00295).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +87,23 @@ def checked_penalty(penalty: Any) -> None:
     """Raises ValueError for a penalty that is neither a function of such arguments nor None."""
     if penalty is not None:
         checks.called('penalty', penalty, 'variables, features, batch, server, client', 'fedprox.proximal(0.1)')
+
+
+def refuse_penalty(method: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuses a penalty where a method has one of its own, or can have none.
+
+    Args:
+      method: its name.
+      kwargs: the arguments that it hands on to FedAvg.
+
+    Raises:
+      ValueError: for a `penalty` among them.
+    """
+    if 'penalty' in kwargs:
+        raise ValueError(
+            f'{method} takes no penalty beside its own work: add the term to the loss of the task, as '
+            'objective.with_term(task, term) does'
+        )
 
 
 def penalised(loss: Array, penalty: Penalty | None, *args: Any) -> Array:

@@ -35,14 +35,15 @@ def algorithm(
       client_opt: from the round's number to a client's optimizer.
       lam: weight of the discrepancy; the FedRS benchmark tries 0.01 and 0.001. 0 is FedAvg.
       preprocess: as for `moon.algorithm`, for models that augment.
-      **kwargs: as for `fedavg.algorithm`.
+      **kwargs: as for `fedavg.algorithm`, without `penalty`.
 
     Returns:
       An `Algorithm` with the states and messages of `fedavg.algorithm`.
 
     Raises:
-      ValueError: for a negative `lam`, or as `fedavg.algorithm` does.
+      ValueError: for a negative `lam`, a `penalty`, or as `fedavg.algorithm` does.
     """
+    fedavg.refuse_penalty('FedMMD', kwargs)
     checks.number('lam', lam)
 
     def penalty(v: Variables, z: Array, batch: Batch, server: fedavg.Server, client: Tree) -> Array:

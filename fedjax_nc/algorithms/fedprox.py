@@ -20,14 +20,15 @@ def algorithm(objective: Objective, client_opt: ClientOptimizer, *, mu: Array | 
       objective: model, head and loss.
       client_opt: from the round's number to a client's optimizer.
       mu: strength of the anchor; 0 is FedAvg. It is part of the loss: the clip of `local.sgd` limits both together.
-      **kwargs: as for `fedavg.algorithm`.
+      **kwargs: as for `fedavg.algorithm`, without `penalty`.
 
     Returns:
       An `Algorithm` with the states and messages of `fedavg.algorithm`.
 
     Raises:
-      ValueError: for a negative `mu`, or as `fedavg.algorithm` does.
+      ValueError: for a negative `mu`, a `penalty`, or as `fedavg.algorithm` does.
     """
+    fedavg.refuse_penalty('FedProx', kwargs)
     return fedavg.algorithm(objective, client_opt, penalty=proximal(mu), **kwargs)
 
 

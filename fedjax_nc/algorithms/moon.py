@@ -57,14 +57,15 @@ def algorithm(
       temperature: the T that divides cosines.
       preprocess: what else would be given to `models.from_flax`, to be given here where it augments: the three models
         then see the same pixels. An augmentation inside the model is seen by the model in training alone.
-      **kwargs: as for `fedavg.algorithm`.
+      **kwargs: as for `fedavg.algorithm`, without `penalty`.
 
     Returns:
       An `Algorithm` with the server state and messages of `fedavg.algorithm`, whose client state is a `Client`.
 
     Raises:
-      ValueError: for a negative `mu`, a temperature that is not positive, or as `fedavg.algorithm` does.
+      ValueError: for a negative `mu`, a temperature that is not positive, a `penalty`, or as `fedavg.algorithm` does.
     """
+    fedavg.refuse_penalty('MOON', kwargs)
     checks.number('mu', mu)
     checks.number('temperature', temperature, open_low=True)
     task = prepared(objective, preprocess)

@@ -86,8 +86,9 @@ def algorithm(
       the trained parameters, and whose clients send a `Message`.
 
     Raises:
-      ValueError: for another option, a `clip` that is not positive, or as `fedavg.algorithm` does.
+      ValueError: for another option, a `clip` that is not positive, a `penalty`, or as `fedavg.algorithm` does.
     """
+    fedavg.refuse_penalty('SCAFFOLD', kwargs)
     if option not in ('I', 'II'):
         raise ValueError(f"option must be 'I' or 'II', not {option!r}")
 

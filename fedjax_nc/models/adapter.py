@@ -94,8 +94,8 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
                 return kwargs.pop('by', module.apply)(variables, x, **named(mask, train), **kwargs)
         except flax.errors.ScopeParamShapeError as error:
             raise ValueError(
-                f'examples of the shape {x.shape[1:]}, as they come from `preprocess`, do not fit these parameters: '
-                f'{str(error).partition(" (http")[0]}'
+                f'examples of the shape {x.shape[1:]}, as they come from `preprocess`, or features where a head trains '
+                f'alone, do not fit these parameters: {str(error).partition(" (http")[0]}'
             ) from error
         except (flax.errors.ModifyScopeVariableError, flax.errors.InvalidRngError) as error:
             if train:

@@ -4,7 +4,10 @@ The model is a linear softmax classifier on `x * u`, and a batch holds a client'
 examples does not matter and each epoch is one step of gradient descent with momentum and weight decay.
 """
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,7 +15,7 @@ import toys
 
 from fedjax_nc import aggregators, heads, local, losses, simulate
 from fedjax_nc.algorithms import fedavg, fedprox
-from fedjax_nc.objective import objective
+from fedjax_nc.objective import masked_mean, objective, with_term
 
 LR, MOMENTUM, DECAY, EPOCHS = 0.1, 0.9, 0.01, 4
 PLAN = local.Plan(batch_size=1000, epochs=EPOCHS)
@@ -70,6 +73,24 @@ def test_server_optimizer_sees_minus_the_mean_delta(data):
     _, plain = one_round(fedavg.algorithm(task, opt, plan=PLAN), data, [0, 3, 4])
     for s, g, p in zip(start, got, plain, strict=True):
         np.testing.assert_allclose(g, s + 0.01 * (p - s) / (np.abs(p - s) + 1e-8), atol=1e-5)
+
+
+@pytest.mark.parametrize('mu', [None, 0.1])
+def test_a_term_of_the_task_is_a_penalty_under_every_method(data, mu):
+    def term(v, z, batch):
+        return 0.1 * masked_mean(jnp.sum(z**2, axis=-1), batch.mask)
+
+    def penalty(v, z, batch, server, client):
+        return term(v, z, batch) + (0.0 if mu is None else fedprox.proximal(mu)(v, z, batch, server, client))
+
+    extended = with_term(task, term)
+    method = fedavg.algorithm if mu is None else functools.partial(fedprox.algorithm, mu=mu)
+    _, got = one_round(method(extended, opt, plan=PLAN), data, [0, 3, 4])
+    _, want = one_round(fedavg.algorithm(task, opt, plan=PLAN, penalty=penalty), data, [0, 3, 4])
+    _, plain = one_round(method(task, opt, plan=PLAN), data, [0, 3, 4])
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, atol=1e-6)
+    assert max(np.abs(g - p).max() for g, p in zip(got, plain, strict=True)) > 1e-3
 
 
 def test_learning_rate_falls_with_the_round(data):
