@@ -141,7 +141,8 @@ class Aggregate(NamedTuple):
 class Info(NamedTuple):
     """What a person may look at after one client's local work; the next round does not need it."""
 
-    loss: Array  #: [] float32, mean training loss over the examples visited
+    #: [] float32, mean training loss over the examples visited, penalties included unless the method says otherwise
+    loss: Array
     steps: Array  #: [] int32, optimizer steps taken
     examples: Array  #: [] int32, examples visited
     slots: Array  #: [] int32, batch rows computed for them, padding included

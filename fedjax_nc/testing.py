@@ -126,7 +126,7 @@ def check(
     atol: float = 5e-5,
     seed: int = 7,
 ) -> None:
-    """Demands of an algorithm all that the library's own are tested for, in seconds. It does not need pytest.
+    """Demands of an algorithm all that the library's own are tested for, within a minute. It does not need pytest.
 
     Args:
       algorithm: any `Algorithm`.

@@ -1,5 +1,6 @@
 """`python -m fedjax_nc.experiments` as a user meets it: what it prints, and that what goes wrong ends in one line."""
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -9,8 +10,8 @@ import warnings
 
 import pytest
 
+from fedjax_nc.experiments import Setting, command, pipeline, study
 from fedjax_nc.experiments import __main__ as shell
-from fedjax_nc.experiments import command, pipeline, study
 
 FRAMES = """
 title = "Frames"
@@ -213,3 +214,12 @@ def test_the_console_script_is_that_program():
         pytest.skip('the library is not installed')
     assert named[0].load() is shell.program
     assert command.Parser(prog='x').prog == 'x'
+
+
+def test_what_a_setting_says_has_a_flag_of_its_name():
+    flags = {*vars(command.arguments([], 'cifar.py', ''))}
+    rare = {'pixels', 'crop_mode', 'personal_momentum'}  # by --setting alone
+    assert {field.name for field in dataclasses.fields(Setting)} - flags == rare
+    said = ['--personal', 'latest', '--eval-last', '2', '--server-optimizer', 'fedavgm', '--server-momentum', '0.5']
+    setting = command.setting_of(command.arguments(['--dataset', 'digits', *said], 'cifar.py', ''))
+    assert (setting.personal, setting.eval_last, setting.server_momentum) == ('latest', 2, 0.5)

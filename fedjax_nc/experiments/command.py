@@ -27,6 +27,7 @@ from fedjax_nc.experiments.setting import (
     LOADERS,
     NATURAL,
     PARTITIONS,
+    PERSONAL,
     TESTS,
     Setting,
     described,
@@ -116,6 +117,7 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
         'plain averaging',
     )
     parser.add_argument('--server-lr', type=positive, help="by default the server optimizer's own, 1 for sgd")
+    parser.add_argument('--server-momentum', type=number(float, 0, 1), help="by default the server optimizer's own")
     parser.add_argument('--weigh', choices=['examples', 'alike'], help='how clients count; by default as published')
     parser.add_argument(
         '--model',
@@ -152,6 +154,11 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--weight-decay', type=number(float, 0))
     parser.add_argument('--lr-decay', type=number(float, 0, 1, open_low=True), help='factor a round')
     parser.add_argument('--clip', type=positive, help='largest norm of a gradient')
+    parser.add_argument(
+        '--personal',
+        choices=PERSONAL,
+        help='personal models as the algorithm makes them, or latest local ones; by default its own',
+    )
     parser.add_argument('--seed', type=number(int, 0, 2**31 - 1))
     parser.add_argument('--clients-per-chunk', type=count, nargs='+', metavar='CLIENTS', help=SIDE_BY_SIDE)
     parser.add_argument(
@@ -165,6 +172,7 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--devices', type=count, default=1, help='that share the clients; a CPU is cut up into as many')
     parser.add_argument('--precision', choices=['float32', 'bfloat16'])
     parser.add_argument('--eval-every', type=count)
+    parser.add_argument('--eval-last', type=count, help='last rounds, over which the summary has a mean; by default 5')
     parser.add_argument('--max-examples', type=count, help='use a class-balanced part of the training set')
     parser.add_argument('--keep-personal', action='store_true', help="keep each client's personal model in --out, too")
     parser.add_argument('--tensorboard', action='store_true', help='events for TensorBoard in --out')
