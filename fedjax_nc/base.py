@@ -67,7 +67,7 @@ class FederatedData(NamedTuple):
 class Batch(NamedTuple):
     """Everything that a loss may look at; predictions have `x` alone."""
 
-    x: Array  #: [B, ...] examples as the pool holds them; [B, D] features where a head trains alone
+    x: Array  #: [B, ...] examples as the pool holds them; [B, D] features under `objective.on_features`
     #: [B] int32
     y: Array = None  # type: ignore[assignment]
     #: [B] bool, False for padding, copies of a real row; None: no padding
@@ -113,7 +113,7 @@ class Objective(NamedTuple):
     init: Callable[[Array, FederatedData], Variables]  #: (key, data) -> first variables
     features: Callable[[Variables, Batch], tuple[Array, Tree]]  #: (variables, batch) -> (z [B, D] float32, new stats)
     logits: Callable[[Variables, Array], Array]  #: (variables, z) -> [B, C] float32
-    #: (variables, z, batch) -> [] float32, mean over real examples; where a head trains alone, `batch.x` is `z`, too
+    #: (variables, z, batch) -> [] float32, mean over real examples, seen through z: `batch.x` may be features
     loss: Callable[[Variables, Array, Batch], Array]
 
 

@@ -160,12 +160,12 @@ def freezing(task: Objective, trained: Container[str]) -> Objective:
 
 
 def with_term(task: Objective, term: Callable[[Variables, Array, Batch], Array]) -> Objective:
-    """The same task with a term added to its loss, under any method, also one that has a penalty of its own.
+    """The same task with a term added to its loss, also for methods that have a penalty of their own.
 
     Args:
       task: what is extended.
       term: `(variables, z [B, D], batch) -> [] float32`. It must leave out rows where `batch.mask` does not hold, and
-        look at features through `z`: where a head trains alone, `batch.x` may hold features, too (`on_features`).
+        look at features through `z`: under `on_features` the examples `batch.x` are features, too.
 
     Raises:
       ValueError: for a `task` that is no Objective or a `term` that is no such function; in the first round, for a

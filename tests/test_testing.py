@@ -310,36 +310,29 @@ def test_options_say_what_an_algorithm_is_not():
 
 class Signed(NamedTuple):
     base: fedavg.Message
-    who: jax.Array  # [2] bits that no other client has
+    who: jax.Array  # [] int32 that no other client has
     loss: jax.Array
 
 
 def test_a_server_may_know_clients_by_numbers_that_they_send():
-    """Their losses are added in the order of their identities, each times its rank, whatever their slots."""
+    """Their losses are added in the order of their numbers, each times its rank, whatever their slots."""
 
     def work(key, server, me, shard):
         _, message, info = SOUND.client(key, server, SOUND.init_client(key, server), shard)
         return me, Signed(message, me, info.loss), info
 
     def follow(key, state, aggregate):
-        _, who, loss, weights = aggregate.value['signed']
-        order = jnp.lexsort((who[:, 1], who[:, 0], weights <= 0))
-        ranked = jnp.sum(jnp.where(weights[order] > 0, loss[order] * (1 + jnp.arange(len(loss))), 0.0))
+        (who, weights), (loss, _) = aggregate.value['who'], aggregate.value['loss']
+        ranked = loss[jnp.lexsort((who, weights <= 0))] * jnp.arange(1.0, 1 + len(loss))  # nobody's are 0 and last
         new = SOUND.server(key, state, aggregate._replace(value=aggregate.value['base']))
-        return new._replace(extra=jnp.where(aggregate.clients > 0, ranked, state.extra))
+        return new._replace(extra=jnp.where(aggregate.clients > 0, jnp.sum(ranked), state.extra))
 
-    def known(sound):
-        every = aggregators.stacked(lambda messages, weights: (*messages, weights))
-        return Aggregator(
-            lambda sent, *rest: {'base': sound.partial(sent.base, *rest), 'signed': every.partial(sent, *rest)},
-            lambda total: {'base': sound.finish(total['base']), 'signed': every.finish(total['signed'])},
-        )
-
+    every = aggregators.stacked(lambda messages, weights: (messages, weights))
     signed = SOUND._replace(
         init=lambda key, data: SOUND.init(key, data)._replace(extra=jnp.float32(0)),
-        init_client=lambda key, server: jax.random.bits(key, (2,)),
+        init_client=lambda key, server: jax.random.randint(key, (), 0, 2**31 - 1),
         client=work,
-        aggregate=known(SOUND.aggregate),
+        aggregate=aggregators.by_field(base=SOUND.aggregate, who=every, loss=every),
         server=follow,
     )
     testing.check(signed)

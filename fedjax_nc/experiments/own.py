@@ -57,16 +57,6 @@ def attribute(what: str, name: str) -> Any:
     return getattr(found, attribute)
 
 
-def needed(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments without a default, in their order; none of what does not tell any."""
-    try:
-        known = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [u.name for u in known if u.default is inspect.Parameter.empty and u.kind not in several]
-
-
 def takes(function: Callable[..., Any]) -> tuple[dict[str, Any], bool]:
     """A function's arguments, and whether it takes others, too.
 

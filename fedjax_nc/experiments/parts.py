@@ -74,15 +74,17 @@ def trained(factory: Callable[..., Algorithm], *args: Any, **kwargs: Any) -> Rec
     Raises:
       ValueError: if the factory needs another argument.
     """
-    lacking = [name for name in own.needed(factory)[len(args) :] if name not in kwargs]
+    known = [*inspect.signature(factory).parameters.values()][len(args) :]
+    needed = (u.name for u in known if u.default is u.empty and u.kind not in (u.VAR_POSITIONAL, u.VAR_KEYWORD))
+    lacking = [name for name in needed if name not in kwargs]
     if lacking:
         raise ValueError(f'{factory.__name__} needs the options {", ".join(lacking)}, which have no default')
     given = {**defaults(factory), **kwargs}
     told = {name: plain(value) for name, value in given.items() if name not in SAID}
     base, under = given.get('base'), dict[str, Any]()
     if not callable(base) or not factory.__module__.startswith('fedjax_nc.'):
-        more = {'base': plain(base)} if 'base' in given else {}
-        return Recipe(factory(*args, **kwargs), told={**told, **more})
+        own_base = {'base': plain(base)} if 'base' in given else {}
+        return Recipe(factory(*args, **kwargs), told={**told, **own_base})
 
     def seen(*args: Any, **kwargs: Any) -> Algorithm:
         under.update({**defaults(base), **kwargs})
