@@ -48,7 +48,7 @@ def measured(setting: Setting, args: argparse.Namespace, folder: Path) -> dict[s
         told = {name: evaluate.weighted_accuracy(tables, weights[kind][ids]) for kind, name in KINDS.items()}
         seen = {
             'round': row['round'],
-            'GM': float(evaluate.accuracy(measure.table(recipe.final, state))),
+            'GM': float(evaluate.accuracy(measure.table(recipe.general, state))),
             **{name: float(jnp.mean(values)) for name, values in told.items()},
             'clients': {name: np.asarray(values).tolist() for name, values in told.items()},
         }

@@ -115,7 +115,7 @@ class Player:
     def delivered(self, key: Array, state: State, scene: Scene) -> tuple[Algorithm, State]:
         """What has the generic model, if training ended here."""
         if self.calibrate is None:
-            return self.recipe.final, state
+            return self.recipe.general, state
         begun = simulate.join(self.recipe.calibrate, key, state.server, CLIENTS)
         return self.recipe.calibrate, self.calibrate(key, begun, scene.train)[0]
 

@@ -527,6 +527,25 @@ def test_tests_that_cannot_be_do_not_count(server, answer):
         assert server.tested(asking(server, 3)) == {'tested': 30, 'accuracy': 0.5, 'personal_accuracy': 0.8}
 
 
+def test_who_cannot_be_reached_is_away_and_has_sent_nothing(server):
+    """The SuperLink answers in the place of a node whose connection is gone."""
+    server.grid.apps |= dict.fromkeys((11, 12, 13), found()) | {14: Error(5, 'Error: Node Unavailable')}
+    pull = server.grid.pull_messages
+
+    def gone(ids):
+        replies = list(pull(ids))
+        for reply in replies:
+            if reply.has_error():
+                reply.metadata.__dict__['_src_node_id'] = 1
+        return replies
+
+    server.grid.pull_messages = gone
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        assert server.tested(asking(server, 3))['tested'] == 30
+    assert [str(w.message) for w in told] == ['node 14 cannot be reached: Error: Node Unavailable']
+
+
 def test_tests_count_once(server):
     for node in (11, 12, 13, 14):
         server.grid.apps[node] = found(examples=20 if node == 14 else 10, right=20 if node == 14 else 0)

@@ -113,6 +113,17 @@ def test_all_clients_with_their_own_tests(tmp_path):
             np.testing.assert_array_equal(rows, np.flatnonzero(owners == owner))
 
 
+def test_several_clients_in_the_place_of_each(tmp_path):
+    saved(tmp_path)
+    setting = Setting(**{**SMALL, 'partition': 'by_domain'}, clients=5, tests='common', seed=4)
+    dataset, train, _ = scene.load(setting, tmp_path)
+    assert train.size.tolist() == [10, 15, 10, 10, 15]  # the third domain has one client
+    wanted = data.by_domain(dataset.clients_train, 5, seed=4)
+    for k, part in enumerate(wanted):
+        np.testing.assert_array_equal(train.index[k, : len(part)], part)
+        assert len(np.unique(dataset.clients_train[part])) == 1
+
+
 def test_some_clients_are_drawn_by_the_seed(tmp_path):
     saved(tmp_path)
     seen = {tuple(scene.load(Setting(**SMALL, clients=2, tests='common', seed=s), tmp_path)[1].size.tolist())
@@ -156,6 +167,10 @@ def test_seeds_of_one_program(tmp_path):
         ({'clients': 4}, r'own\.npz has 3 clients of its own, not 4: lower clients'),
         ({'clients': 3, 'tests': 'natural', 'saved': {'clients_test': None}}, r"the test set of own\.npz is nobody's"),
         ({'clients': 3, 'saved': {'clients_train': None, 'clients_test': None}}, r'own\.npz has no clients of its own'),
+        (
+            {'partition': 'by_domain', 'saved': {'clients_train': None, 'clients_test': None}},
+            r'partition by_domain goes by whose an example is, which own\.npz does not say: name their column',
+        ),
         ({'clients': 3, 'loading': {'label': 'y'}}, r"loading of own\.npz: got an unexpected.*'label'.*load_npz"),
         ({'dataset': 'own.csv', 'loading': {}}, r"loading of own\.csv: missing.*'label'"),
     ],

@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import experiments, local, testing
+from fedjax_nc import data, experiments, local, testing
 from fedjax_nc.experiments import Setting, command, measures, recipes, runner, scene, seeds
 from fedjax_nc.experiments.study import Run, Study
 from fedjax_nc.training import DivergedError
@@ -19,9 +20,12 @@ from fedjax_nc.training import DivergedError
 MODULE = '''
 """FedAvg with steps that are halved, and the same with a decay of the head."""
 
-from fedjax_nc import tree
+import jax.numpy as jnp
+
+from fedjax_nc import heads, tree
 from fedjax_nc.algorithms import fedavg
 from fedjax_nc.experiments import recipes
+from fedjax_nc.objective import objective
 
 
 def algorithm(objective, client_opt, *, share=0.5, plan):
@@ -45,6 +49,28 @@ def needing(objective, client_opt, *, rate, plan, slope):
     return fedavg.algorithm(objective, client_opt, plan=plan)
 
 
+def turned(objective, client_opt, *, plan):
+    base = fedavg.algorithm(objective, client_opt, plan=plan)
+
+    def predict(server, client, x):
+        return jnp.roll(base.predict(server, client, x), 1, axis=1)
+
+    return base._replace(predict=predict)
+
+
+def turned_recipe(setup):
+    return recipes.trained(turned, setup.task, setup.client_opt, plan=setup.plan)._replace(personalize=setup.finetune())
+
+
+def etf_recipe(setup):
+    task = objective(setup.model, heads.etf(), setup.loss)
+    made = recipes.trained(fedavg.algorithm, task, setup.client_opt, plan=setup.plan)
+    return made._replace(personalize=setup.finetune(task if setup.options.get('told') else None))
+
+
+TURNED = recipes.Method('Turned', turned_recipe)
+OTHER = recipes.Method('Other', etf_recipe)
+HEADLESS = recipes.Method('Headless', turned_recipe, heads=())
 METHOD = recipes.Method('Halved / ETF', recipes.shared(algorithm), ('etf',), server=False)
 number = 3
 
@@ -261,3 +287,63 @@ def test_what_is_none_is_refused_early_in_one_line(name, said):
     with pytest.raises(ValueError, match=said) as caught:
         Setting(**DIGITS, algorithm=name)
     assert '\n' not in str(caught.value)
+
+
+def test_the_general_model_predicts_as_its_method_does(tmp_path):
+    """And not as the stage that makes personal models of it; after `load`, too."""
+    plain = experiments.run(Setting(**DIGITS, algorithm='fedavg', lr=0.1), tmp_path / 'plain', progress=False)
+    for name in ('turned', 'TURNED'):
+        setting, out = Setting(**DIGITS, algorithm=f'steps.halved:{name}', lr=0.1), tmp_path / name
+        summary = experiments.run(setting, out, progress=False)
+        rights = np.trace(np.roll(confusion(tmp_path / 'plain'), 1, axis=1))
+        assert rights < 0.5 * plain['global_accuracy']
+        assert summary['global_accuracy'] == pytest.approx(rights)
+        assert np.trace(confusion(out)) == pytest.approx(rights)
+        assert summary['personal_accuracy'] == plain['personal_accuracy']
+        assert summary['personal_accuracy_before'] < plain['personal_accuracy_before']
+
+
+def confusion(out):
+    """The finished run's general model on the test set: shares of all examples, by label and prediction."""
+    digits, table = data.load_dataset('digits'), np.zeros((10, 10))
+    np.add.at(table, (digits.y_test, np.argmax(experiments.load(out).predict(digits.x_test), axis=1)), 1)
+    return table / table.sum()
+
+
+def test_a_model_of_a_changed_file_comes_with_a_warning(tmp_path, mine):
+    out = tmp_path / 'run'
+    experiments.run(Setting(**DIGITS, algorithm='steps.halved:algorithm'), out, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        experiments.load(out)
+    config = json.loads((out / 'config.json').read_text())
+    (out / 'config.json').write_text(json.dumps({**config, 'source': '0' * 12}))
+    with pytest.warns(UserWarning, match='the file of the method of .* has changed since'):
+        experiments.load(out)
+
+
+def test_a_stage_with_another_model_than_training_is_refused(tmp_path):
+    setting = Setting(**DIGITS, algorithm='steps.halved:OTHER')
+    with pytest.raises(ValueError, match=r'Other: .* without frozen.v, head.proj.b, .* setup.finetune\(task\)'):
+        experiments.run(setting, tmp_path, progress=False)
+    assert isinstance(scene.misfit(setting, scene.load(setting)), ValueError)
+    told = Setting(**DIGITS, algorithm='steps.halved:OTHER', options={'told': True})
+    assert scene.misfit(told, scene.load(told)) is None
+
+
+def test_a_method_without_heads_is_refused():
+    with pytest.raises(ValueError, match='HEADLESS must name a head and a loss'):
+        Setting(**DIGITS, algorithm='steps.halved:HEADLESS')
+
+
+def test_the_setting_of_a_run_is_read_from_its_config(tmp_path):
+    setting = Setting(**DIGITS, algorithm='steps.halved:algorithm')
+    out = tmp_path / 'run'
+    experiments.run(setting, out, progress=False, record={'devices': 1})
+    assert 'source' in json.loads((out / 'config.json').read_text())
+    assert Setting.read(out / 'config.json') == setting
+    (tmp_path / 'config.json').write_text('{"classes": 10, "dim": 64}')
+    with pytest.raises(ValueError, match='no setting is called classes, dim'):
+        Setting.read(tmp_path / 'config.json')
+    args = command.arguments(['--setting', str(out / 'config.json'), '--seed', '3', '--out', 'x'], 'cifar.py', '')
+    assert command.setting_of(args).plain() == {**setting.plain(), 'seed': 3}

@@ -55,6 +55,10 @@ def strided(labels, clients, *, seed):
     return [order[i::clients] for i in range(clients)]
 
 
+def owned(labels, clients, *, seed, owners):
+    return [np.flatnonzero(owners % clients == k) for k in range(clients)]
+
+
 def first(labels, clients, alpha, *, seed=0):
     return [np.arange(i * int(alpha), (i + 1) * int(alpha)) for i in range(clients)]
 
@@ -259,6 +263,11 @@ def test_a_partition_is_given_what_it_names():
     found = divided(labels, Setting(**DIGITS, partition='uneven_classes', classes_per_client=3, most_classes=7))
     wanted = data.uneven_classes(labels, 6, (3, 7), seed=0)
     assert [part.tolist() for part in found] == [part.tolist() for part in wanted]
+    setting = Setting(**{**DIGITS, 'clients': 2}, partition='pieces.some:owned')
+    found = divided(labels[:5], setting, np.array([4, 1, 1, 2, 3]))
+    assert [part.tolist() for part in found] == [[0, 3], [1, 2, 4]]
+    with pytest.raises(ValueError, match='goes by whose an example is, which digits does not say'):
+        divided(labels, setting)
 
 
 def test_flags_that_a_partition_does_not_name_are_refused():

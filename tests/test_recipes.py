@@ -62,7 +62,7 @@ def fits(recipe, data):
         state, _ = simulate.make_round(recipe.train)(toys.KEY, state, data)
         state = finished(recipe, state, data)
         client = jax.tree.map(lambda u: u[0], state.clients)
-        generic = [recipe.final.predict(state.server, None, data.x[:3])] if recipe.generic else []
+        generic = [recipe.general.predict(state.server, None, data.x[:3])] if recipe.generic else []
         return [recipe.final.predict(state.server, client, data.x[:3]), *generic]
 
     assert {u.shape for u in jax.eval_shape(everything, data)} == {(3, toys.CLASSES)}
@@ -97,7 +97,8 @@ def test_every_method_learns_digits_and_makes_personal_models(digits, name):
         return rounds(jax.random.split(key, ROUNDS), state, data)
 
     def accuracy(personal):
-        return float(evaluate.over_clients(evaluate.per_client(recipe.final, own, data, personal=personal)).mean)
+        algorithm = recipe.final if personal else recipe.general
+        return float(evaluate.over_clients(evaluate.per_client(algorithm, own, data, personal=personal)).mean)
 
     state, reports = jax.jit(play)(toys.KEY, data)
     own = finished(recipe, state, data, lambda stage: jax.jit(simulate.make_round(stage)))
@@ -110,7 +111,7 @@ def test_every_method_learns_digits_and_makes_personal_models(digits, name):
     elif name in ('fedper', 'fedrep'):  # the head of their generic model is the first one
         assert accuracy(False) < accuracy(True) - 0.2
     else:
-        table = evaluate.generic(recipe.final, own, everyone.x_test, everyone.y_test, 10)
+        table = evaluate.generic(recipe.general, own, everyone.x_test, everyone.y_test, 10)
         assert evaluate.accuracy(table) > 0.6
         assert accuracy(True) > accuracy(False) - 0.03
 

@@ -12,7 +12,7 @@ from scipy import stats
 
 pytest.importorskip('matplotlib')
 
-from fedjax_nc.experiments import figures, report, runner
+from fedjax_nc.experiments import cells, figures, report, runner
 from fedjax_nc.experiments.study import Study
 
 BEST = 0.98765  # of a round in the middle, which is no result
@@ -180,11 +180,28 @@ def test_latex_has_as_many_columns_in_every_row(known, written):
     assert re.search(r'A\\&B\\_1 50\\% & \+4\.5 \[', tables[1])
     assert r'rounds to 64.1 \%' in tables[2]
     assert '% Less Base, same seed' in tables[1]
-    assert r'A\&B\_1 50\% & 68.6 $\pm$ 4.9' in text
+    assert r'A\&B\_1 50\% & \textbf{68.6 $\pm$ 4.9}' in text
+    assert text.count('textbf') == 2  # and Base's personal one: the rest is no accuracy, or of one method
     assert r'two\_2' in text
     assert r'\quad published & 61.4 $\pm$ 2.5 & 80.3 & ' in text
     assert '±' not in text
     assert text.count('{') == text.count('}')
+
+
+def test_the_best_is_told_by_what_is_printed():
+    """Several share it; nobody has it alone, without a number, or for a deviation."""
+
+    def found(**of):
+        return {(name, 'one'): {0: {'global_accuracy_last5': value}} for name, value in of.items()}
+
+    study = Study.of({**SAID, 'published': {}, 'metrics': {'General': 'global_accuracy_last5'}}, 'one')
+    one = {'Base': 0.5, 'A&B_1 50%': 0.50001}
+    assert cells.best(study, found(**one), 'one') == [{'Base', 'A&B_1 50%'}]
+    assert cells.best(study, found(**{**one, 'Base': 0.4}), 'one') == [{'A&B_1 50%'}]
+    assert cells.best(study, found(**{**one, 'Base': math.nan}), 'one') == [set()]
+    study = Study.of({**SAID, 'published': {}, 'metrics': {'General': 'personal_accuracy_std'}}, 'one')
+    of = {name: {0: {'personal_accuracy_std': value}} for name, value in one.items()}
+    assert cells.best(study, {(name, 'one'): runs for name, runs in of.items()}, 'one') == [set()]
 
 
 def test_what_methods_cost_is_a_table(known, written):

@@ -62,6 +62,25 @@ def row(study: Study, found: Found, method: str, scene: str, plus: str = '±') -
         yield ours, number(name, *theirs, plus)
 
 
+def best(study: Study, found: Found, scene: str) -> list[set[str]]:
+    """For every metric the methods with the highest mean as it is printed; nobody where one alone has a number.
+
+    Only of accuracies, of which more is better.
+    """
+    columns = []
+    for heading in study.metrics:
+        names = {method: study.metric(method, heading) for method in study.methods}
+        means = {method: mean(values(study, found, method, scene, heading).values()).mean for method in names}
+        told = {
+            method: float(runner.shown(names[method], value))
+            for method, value in means.items()
+            if runner.percent(names[method]) and not names[method].endswith('_std') and math.isfinite(value)
+        }
+        highest = {method for method, value in told.items() if value == max(told.values())}
+        columns.append(highest if len(told) > 1 else set[str]())
+    return columns
+
+
 def _seeds(found: Found, scene: str) -> int:
     """How many have finished with any method in a scene."""
     return len({seed for (_, other), runs in found.items() if other == scene for seed in runs})

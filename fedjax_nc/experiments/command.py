@@ -195,11 +195,10 @@ def setting_of(args: argparse.Namespace) -> Setting:
     Raises:
       ValueError: as `Setting`, and for a flag that changes nothing beside the others.
     """
-    base = {}
+    base, names = {}, {field.name for field in dataclasses.fields(Setting)}
     if args.setting:
         Setting.read(args.setting)  # with the file's name in what is wrong
-        base = described(args.setting)
-    names = {field.name for field in dataclasses.fields(Setting)}
+        base = {name: value for name, value in described(args.setting).items() if name in names}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     for several in {'options', 'loading'} & given.keys():
         given[several] = {name: value for part in given[several] for name, value in part.items()}

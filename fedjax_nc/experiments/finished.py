@@ -1,5 +1,6 @@
 """A run that is done: what it was, what came of it, and its models."""
 
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 from fedjax_nc import checks, saving, simulate
 from fedjax_nc.base import Algorithm, Array, FederatedData, State
 from fedjax_nc.data import Dataset
-from fedjax_nc.experiments import pipeline, scene
+from fedjax_nc.experiments import pipeline, provenance, scene
 from fedjax_nc.experiments.setting import Setting
 
 
@@ -35,7 +36,8 @@ def load(out: str | Path, client: int | None = None) -> Finished:
         keep them: `run(keep_personal=True)`, `--keep-personal`.
 
     Returns:
-      The run. With `predict` go `algorithm` and `saved`, for `evaluate` or to train on, as from `saving.load`.
+      The run; with a warning where a file of one's own has changed that its method, model or their like is in. With
+      `predict` go `algorithm` and `saved`, for `evaluate` or to train on, as from `saving.load`.
 
     Raises:
       FileNotFoundError: if there is no such run, it has not been finished, or has no such model.
@@ -73,6 +75,10 @@ def load(out: str | Path, client: int | None = None) -> Finished:
         else:
             said = f'{out} has no personal models: ask for them with keep_personal=True, or --keep-personal'
         raise FileNotFoundError(said)
+    for name, (part, what) in pipeline.OWN.items():
+        now = provenance.running(getattr(setting, part))
+        if config.get(name) and now and config[name] != now:
+            warnings.warn(f'the file of the {what} of {out} has changed since: this may be another model', stacklevel=2)
     algorithm, like = stage(setting, saving.about(path), personal=client is not None)
     return Finished(setting, summary, algorithm, saving.load(path, algorithm, like))
 
@@ -92,4 +98,4 @@ def stage(setting: Setting, about: dict[str, Any], personal: bool) -> tuple[Algo
         return recipe.enter(recipe.personalize, key, state, data) if personal and recipe.personalize else state
 
     state = jax.eval_shape(begun, checks.seeded(0), train)
-    return recipe.final if personal else recipe.calibrate or recipe.final, state
+    return recipe.final if personal else recipe.general, state

@@ -12,7 +12,7 @@ from fedjax_nc import aggregators, checks, data, evaluate, memory, simulate, tre
 from fedjax_nc.base import Algorithm, Array, FederatedData, Info, State
 from fedjax_nc.data.host import AT_ONCE
 from fedjax_nc.experiments import recipes
-from fedjax_nc.experiments.scene import Scene
+from fedjax_nc.experiments.scene import Scene, same_model
 from fedjax_nc.experiments.setting import Setting
 
 DEEP, LONG = 48, 5e9
@@ -80,13 +80,15 @@ class Measures:
                 return simulate.init(self.recipe.train, self.k_init, train)
             # The library's look at tables and at what an example is, which can be sent.
             train = FederatedData(train.x[:1], train.y[:1], train.index, train.size, train.counts)
-        return simulate.compiled_init(self.recipe.train)(self.k_init, train)
+        state = simulate.compiled_init(self.recipe.train)(self.k_init, train)
+        same_model(self.recipe, self.setting.label, state, train)
+        return state
 
     def delivered(self, state: State) -> tuple[Algorithm, State]:
         """What has the generic model, if training ended here."""
         calibrate = self.recipe.calibrate
         if calibrate is None:
-            return self.recipe.final, state
+            return self.recipe.general, state
         begun = simulate.join(calibrate, self.k_tune, state.server, self.setting.clients)
         return calibrate, of_all(calibrate, self.k_tune, begun, self.train, self.chunk)[0]
 

@@ -42,7 +42,7 @@ class Recipe(NamedTuple):
     calibrate: Algorithm | None = None  #: a stage of one round on all clients before it, which makes the generic model
     #: (stage, key, state, data) -> the state with which personalisation begins
     enter: Callable[[Algorithm, Array, State, FederatedData], State] = join
-    refines: bool = False  #: whether the generic model is more than what was trained
+    refines: bool = False  #: whether the generic model is more than what was trained, as that stage makes it
     variants: Mapping[str, Algorithm] = {}  #: other stages in the place of `personalize`
     generic: bool = True  #: whether there is a generic model
     #: what predicts with a model refitted on all real features, NOT a federated method, and the refit
@@ -52,8 +52,13 @@ class Recipe(NamedTuple):
 
     @property
     def final(self) -> Algorithm:
-        """What predicts at the end, with clients' models as with the generic one."""
+        """What predicts with clients' models at the end."""
         return self.personalize or self.train
+
+    @property
+    def general(self) -> Algorithm:
+        """What predicts with the generic model at the end: as it was trained, or as the stage that refines it does."""
+        return self.calibrate or (self.final if self.refines else self.train)
 
 
 SAID = ('plan', 'server_opt', 'personal_opt', 'head', 'auxiliary', 'preprocess', 'base', 'penalty')

@@ -312,12 +312,7 @@ def fedbabu_recipe(s: Setup) -> Recipe:
 
 def creff_recipe(s: Setup) -> Recipe:
     """CReFF: the generic model has the re-trained head, personal ones begin with the averaged one, as FedAvg's do."""
-    recipe, stage = trained(alg.creff.algorithm, s.model, s.client_opt, **s.common), s.finetune()
-
-    def predict(server: Any, client: Any, x: Array) -> Array:
-        return (recipe.train if client is None else stage).predict(server, client, x)
-
-    return recipe._replace(personalize=stage._replace(predict=predict))
+    return trained(alg.creff.algorithm, s.model, s.client_opt, **s.common)._replace(personalize=s.finetune())
 
 
 def fedrod_recipe(s: Setup) -> Recipe:
@@ -491,12 +486,18 @@ def named(name: str) -> Method:
     other arguments are options. A factory called `algorithm` is labelled by its module.
 
     Raises:
-      ValueError: for another name, a module that cannot be imported, or what is neither in it.
+      ValueError: for another name, a module that cannot be imported, what is neither in it, or a method that takes no
+        head or no loss.
     """
     if not own.is_own('algorithm', name, RECIPES, 'factory'):
         return RECIPES[name]
     made = own.attribute('algorithm', name)
     if isinstance(made, Method):
+        if not (made.heads and made.losses):
+            raise ValueError(
+                f'algorithm {name} must name a head and a loss: of a method that brings its own, those which these are '
+                "most like, such as heads=('etf',), losses=('cross_entropy',)"
+            )
         return made
     factory = callable(made) and not isinstance(made, type)
     names, several = own.takes(made) if factory else ({}, False)

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from fedjax_nc import checks, data, local, simulate, tuning
+from fedjax_nc import checks, data, local, simulate, tree, tuning
 from fedjax_nc._differences import in_one_line
-from fedjax_nc.base import FederatedData
+from fedjax_nc.base import FederatedData, State
 from fedjax_nc.data import containers, hub, images
 from fedjax_nc.data.partition import Parts
 from fedjax_nc.experiments import networks, recipes
@@ -42,7 +42,8 @@ def misfit(setting: Setting, scene: Scene) -> ValueError | None:
     dataset, train, _ = scene
     try:
         recipe = build(setting, dataset)
-        jax.eval_shape(lambda key: simulate.init(recipe.train, key, train), checks.seeded(0))
+        state = jax.eval_shape(lambda key: simulate.init(recipe.train, key, train), checks.seeded(0))
+        same_model(recipe, setting.label, state, train)
     except ValueError as error:
         return error.with_traceback(None)  # whose frames hold the data
     except Exception as error:  # whatever a user's own part raises
@@ -51,6 +52,34 @@ def misfit(setting: Setting, scene: Scene) -> ValueError | None:
             raise
         return ValueError(in_one_line(error))
     return None
+
+
+def same_model(recipe: recipes.Recipe, label: str, state: State, train: FederatedData) -> None:
+    """Refuses a stage after training whose model has parts of other names: it would predict without what was trained.
+
+    Args:
+      recipe: the method.
+      label: what it is called.
+      state: the state before the first round, or its shapes.
+      train: what it is made of.
+
+    Raises:
+      ValueError: if names of parameters, or of what is frozen, are in one of the two alone.
+    """
+    stage, trained = recipe.personalize, getattr(state.server, 'variables', None)
+    if stage is None or trained is None or recipe.enter is not recipes.join:
+        return
+    try:
+        tuned = jax.eval_shape(lambda key: stage.init(key, train), checks.seeded(0)).variables
+    except Exception:  # a stage of one's own need not be able to begin by itself
+        return
+    has, takes = (set(tree.by_path({**v.params, 'frozen': v.fixed})) for v in (trained, tuned))
+    if has != takes:
+        missing, more = (', '.join(sorted(names)) or 'nothing' for names in (has - takes, takes - has))
+        raise ValueError(
+            f'{label}: the stage that makes personal models has another model than training has, without {missing}, '
+            f'with {more} beside it: give it the task of training, as in setup.finetune(task)'
+        )
 
 
 def key(setting: Setting) -> str:
@@ -73,7 +102,7 @@ def load(setting: Setting, data_dir: str | Path | None = None, host: bool = Fals
     if setting.partition == NATURAL:
         owners, parts = drawn(dataset, setting)
     else:
-        parts = divided(dataset.y_train, setting)
+        parts = divided(dataset.y_train, setting, dataset.clients_train)
     pool = FEATURES[setting.features](dataset.x_train, parts, setting)
     if pool.dtype != dataset.x_train.dtype:  # noise makes floats in [0, 1] of bytes: what is tested must be the same
         dataset = dataset._replace(x_test=dataset.x_test.astype(pool.dtype) / 255)

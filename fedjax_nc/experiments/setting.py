@@ -33,11 +33,16 @@ def uneven_classes(labels: np.ndarray, clients: int, classes_per_client: int, mo
     return data.uneven_classes(labels, clients, (classes_per_client, most_classes), seed=seed)
 
 
+def by_domain(labels: np.ndarray, clients: int, *, owners: np.ndarray, seed: int) -> Parts:
+    """That of `data`, of the ids that say whose an example is."""
+    return data.by_domain(owners, clients, seed=seed)
+
+
 PARTITIONS: dict[str, Callable[..., Parts]] = {
     function.__name__: function
     for function in (
         data.dirichlet, data.dirichlet_capped, data.dirichlet_multiclass, data.dirichlet_draws, data.shards, data.iid,
-        data.dirichlet_sizes, data.power_law, uneven_classes,
+        data.dirichlet_sizes, data.power_law, uneven_classes, by_domain,
     )
 }  # fmt: skip
 KNOBS = ('alpha', 'classes_per_client', 'most_classes', 'exponent', 'min_size')
@@ -53,8 +58,9 @@ def knobs(function: Callable[..., Any]) -> list[str]:
 def partition(name: str) -> Callable[..., Parts]:
     """The partition of a name in `PARTITIONS`, or of one's own: 'package.module:function', of a module to import.
 
-    The function is `(labels [n], clients, *, seed, ...) -> parts`, as those of `data` are, and of `alpha`,
-    `classes_per_client`, `most_classes`, `exponent` and `min_size` it is given what it names.
+    The function is `(labels [n], clients, *, seed, ...) -> parts`, as those of `data` are. Of `alpha`,
+    `classes_per_client`, `most_classes`, `exponent` and `min_size` it is given what it names, and as `owners` [n] the
+    ids of the data's own clients.
 
     Raises:
       ValueError: for another name, a module that cannot be imported, or what is no such function in it.
@@ -62,18 +68,26 @@ def partition(name: str) -> Callable[..., Parts]:
     if not own.is_own('partition', name, (*PARTITIONS, NATURAL), 'function'):
         return PARTITIONS[name]
     function: Callable[..., Parts] = own.attribute('partition', name)
-    checks.called(f'partition {name}', function, 'labels, clients', 'data.iid', by_name=('seed', *knobs(function)))
+    more = [*knobs(function), *(['owners'] if 'owners' in own.takes(function)[0] else [])]
+    checks.called(f'partition {name}', function, 'labels, clients', 'data.iid', by_name=('seed', *more))
     return function
 
 
-def divided(labels: np.ndarray, setting: 'Setting') -> Parts:
-    """The rows of each client, as the setting's partition has them.
+def divided(labels: np.ndarray, setting: 'Setting', owners: np.ndarray | None = None) -> Parts:
+    """The rows of each client, as the setting's partition has them, of examples that may be somebody's already.
 
     Raises:
-      ValueError: as the partition, and for whatever one of a user's own raises.
+      ValueError: as the partition, if it needs owners and there are none, and for whatever one of a user's own raises.
     """
     function = partition(setting.partition)
-    given = {knob: getattr(setting, knob) for knob in knobs(function)}
+    given: dict[str, Any] = {knob: getattr(setting, knob) for knob in knobs(function)}
+    if 'owners' in own.takes(function)[0]:
+        if owners is None:
+            raise ValueError(
+                f'partition {setting.partition} goes by whose an example is, which {setting.dataset} does not say: '
+                'name their column or folders, or take another partition'
+            )
+        given['owners'] = owners
     try:
         return function(labels, setting.clients, seed=setting.seed, **given)
     except Exception as error:
@@ -163,14 +177,16 @@ class Plain:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """What a JSON or TOML file describes.
+        """What a JSON or TOML file describes. Of a run's `config.json` it is the setting alone.
 
         Raises:
           OSError: if it cannot be read.
           ValueError: if it is neither, or as `of`; with the file's name.
         """
+        first = dataclasses.fields(cls)[0].name  # type: ignore[arg-type]
         try:
-            return cls.of(described(path))
+            plain = described(path)
+            return (cls.among if Path(path).name == 'config.json' and first in plain else cls.of)(plain)
         except ValueError as error:
             raise ValueError(f'{path}: {error}') from error
 
@@ -196,9 +212,9 @@ class Setting(Plain):
     imbalance: float = 1.0  #: Largest over smallest class of a training set made long-tailed.
     clients: int = 20  #: With 'natural', as many of the data's own, drawn at random.
     #: 'dirichlet', 'dirichlet_capped', 'dirichlet_multiclass', 'dirichlet_draws', 'dirichlet_sizes', 'power_law',
-    #: 'shards', 'uneven_classes' or 'iid', each a function of `data`, or 'natural' for the data's own clients; or
-    #: `'module:function'` of one's own, see `partition`. By default 'natural' for femnist, 'dirichlet_draws' where the
-    #: training set is long-tailed, else 'dirichlet'.
+    #: 'shards', 'uneven_classes' or 'iid', each a function of `data`; or 'natural' for the data's own clients, and
+    #: 'by_domain' for several clients in the place of each; or `'module:function'` of one's own, see `partition`. By
+    #: default 'natural' for femnist, 'dirichlet_draws' where the training set is long-tailed, else 'dirichlet'.
     partition: str = None  # type: ignore[assignment]
     alpha: float = 0.1  #: Of Dirichlet partitions.
     classes_per_client: int = 2  #: Of 'shards', and the fewest of 'uneven_classes'.

@@ -17,6 +17,7 @@ from fedjax_nc.flower import _plan, _wire
 from fedjax_nc.flower._plan import Agreement
 
 POLL = 0.1  # seconds between two looks at what has come
+SUPERLINK = 1  # whose replies are about nodes that cannot be reached
 LATER = 600.0  # seconds at most until a node that did not is asked again
 
 
@@ -147,15 +148,20 @@ def collect(
 ) -> list[Message]:
     """Sends messages and takes the replies that come within so many seconds.
 
-    Once `enough` without an error are there, the others have `rest` seconds more.
+    Once `enough` without an error are there, the others have `rest` seconds more. For a node that has gone the SuperLink
+    itself replies: that is a warning, and no reply of anybody's.
     """
     if not messages:
         return []
     waiting, replies, fine = set(grid.push_messages(messages)), [], 0
+    whom = {sent.metadata.message_id: sent.metadata.dst_node_id for sent in messages}
     deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:
         for reply in grid.pull_messages(waiting):
             waiting.discard(reply.metadata.reply_to_message_id)
+            if reply.has_error() and reply.metadata.src_node_id == SUPERLINK:
+                warn(f'node {whom.get(reply.metadata.reply_to_message_id, "?")} cannot be reached: {fault(reply)}')
+                continue
             replies.append(reply)
             fine += not reply.has_error()
             if fine == enough and rest is not None:
