@@ -148,8 +148,8 @@ def collect(
 ) -> list[Message]:
     """Sends messages and takes the replies that come within so many seconds.
 
-    Once `enough` without an error are there, the others have `rest` seconds more. For a node that has gone the SuperLink
-    itself replies: that is a warning, and no reply of anybody's.
+    Once `enough` without an error are there, the others have `rest` seconds more. For a node that has gone the
+    SuperLink itself replies: that is a warning, and nobody's reply.
     """
     if not messages:
         return []
