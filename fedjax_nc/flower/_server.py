@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from fedjax_nc import _checkpoints, _keys, checks, saving, simulate, tree
+from fedjax_nc import _checkpoints, _differences, _keys, checks, saving, simulate, tree
 from fedjax_nc._checkpoints import Row
 from fedjax_nc._progress import Progress
 from fedjax_nc.aggregators import ClassRows
@@ -121,6 +121,7 @@ def server_app(
             sites = _sites.Sites(grid, agreed, folder / 'sites.json', nodes, sizes)
             server = Server(grid, context, agreed, kinds, sites, patience, least, most)
             sites.gather(least, patience.start, patience.hello)
+            server.admit()
             run(server, folder, measure, evaluate_every, on_round, progress)
 
     return app
@@ -154,6 +155,7 @@ def run(
             while len(history) < phase.rounds:
                 t, began = len(history), time.monotonic()
                 server.sites.greet(server.patience.hello)
+                server.admit()
                 key = jax.random.fold_in(phase.key, t)
                 asking = Asking(number, t + 1, key, state, [b for b, _ in begun], counted)
                 answers = server.ask(asking)
@@ -238,15 +240,41 @@ class Server:
         self.grid, self.context, self.agreed, self.kinds, self.sites = grid, context, agreed, kinds, sites
         self.patience, self.least, self.most = patience, least, most
         self.name = sites.name
+        self.judged: dict[tuple[int, int], bool] = {}  # whether a site of this size changes the first state
+
+    def admit(self) -> None:
+        """Leaves out sites that come after the beginning where the first state depends on who is there then.
+
+        SCAFFOLD's holds the number of clients, for one: simulation would have counted them.
+        """
+        first = self.sites.first
+        assert first is not None
+        for k in [k for k in self.sites.node if self.sites.sizes[k] and not first[k]]:
+            size = int(self.sites.sizes[k])
+            if (k, size) not in self.judged:
+                later = np.where(np.arange(len(first)) == k, size, first)
+                one, other = (self._init(sizes) for sizes in (first, later))
+                self.judged[k, size] = bool(_differences.changed(one, other, 0.0))
+            if self.judged[k, size]:
+                self.sites.leave(
+                    k,
+                    'it was not there at the beginning, on which the first state of this method depends: begin another '
+                    'run with all sites, and wait longer for them with Patience.start',
+                )
+
+    def _init(self, sizes: np.ndarray) -> Tree:
+        """The first state of training with sites of these sizes."""
+        data = _plan.blank(self.agreed, sizes)
+        return simulate.init(self.agreed.phases[0].algorithm, self.agreed.init_key, data).server
 
     def begin(self, number: int, before: Tree) -> tuple[Tree, Tree]:
         """The server's first state of a phase, and what its sites' first states are made of."""
         phase = self.agreed.phases[number]
         assert self.sites.first is not None
-        data = _plan.blank(self.agreed, self.sites.first)
         if number == 0:
-            state = simulate.init(phase.algorithm, self.agreed.init_key, data).server
+            state = self._init(self.sites.first)
             return state, state
+        data = _plan.blank(self.agreed, self.sites.first)
         kinds = self.kinds[number - 1].client
         everybody = jax.tree.map(lambda u: _zeros((self.agreed.clients, *u.shape), u), kinds)
         return phase.enter(phase.algorithm, phase.key, State(before, everybody), data).server, before

@@ -50,9 +50,16 @@ class Sites:
 
     def gather(self, least: int, seconds: float, hello: float = 120.0) -> None:
         """Waits for all sites, or so long; then `least` must be there. A node has `hello` seconds to say who it is."""
-        deadline = time.monotonic() + seconds
+        deadline, told = time.monotonic() + seconds, False
         while True:
             self.greet(min(hello, seconds))
+            if self.node and len(self.node) < self.clients and not told:
+                absent = ', '.join(str(k) for k in range(self.clients) if k not in self.node)
+                warn(
+                    f'{len(self.node)} of {self.clients} sites are there, and {absent} not: waits for them up to '
+                    f'{seconds:.0f} s, which is Patience.start'
+                )
+                told = True
             if len(self.node) == self.clients or time.monotonic() > deadline:
                 break
             time.sleep(min(0.5, seconds / 10))
@@ -67,6 +74,13 @@ class Sites:
         first = self.sizes if self.first is None else self.first
         text = json.dumps({'agreement': self.name, 'sizes': self.sizes.tolist(), 'first': first.tolist()})
         _checkpoints.replace(self.path, text)
+
+    def leave(self, client: int, why: str) -> None:
+        """Goes on as if a site had never been there."""
+        node = self.node.pop(client)
+        self.sizes[client], self.why[node] = 0, why
+        warn(f'site {client}, node {node}, takes no part: {why}')
+        self.save()
 
     def reasons(self, hello: float) -> str:
         """Why nodes that are there take no part."""
