@@ -75,10 +75,8 @@ def load(out: str | Path, client: int | None = None) -> Finished:
         else:
             said = f'{out} has no personal models: ask for them with keep_personal=True, or --keep-personal'
         raise FileNotFoundError(said)
-    for name, (part, what) in pipeline.OWN.items():
-        now = provenance.running(getattr(setting, part))
-        if config.get(name) and now and config[name] != now:
-            warnings.warn(f'the file of the {what} of {out} has changed since: this may be another model', stacklevel=2)
+    if what := pipeline.replaced(config, setting, provenance.running):
+        warnings.warn(f'the file of the {what} of {out} has changed since: this may be another model', stacklevel=2)
     algorithm, like = stage(setting, saving.about(path), personal=client is not None)
     return Finished(setting, summary, algorithm, saving.load(path, algorithm, like))
 

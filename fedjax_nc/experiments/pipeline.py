@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,15 @@ OWN = {
 def sources(setting: Setting) -> dict[str, str]:
     """Digests of what runs of a user's own, for `config.json`: of the files of its method, its model and their like."""
     return {name: digest for name, (own, _) in OWN.items() if (digest := provenance.running(getattr(setting, own)))}
+
+
+def replaced(config: dict[str, Any], setting: Setting, digest: Callable[[str], str] = provenance.source) -> str:
+    """Of which part of a user's own the file is another one than `config.json` says; '' if none is known."""
+    for name, (part, what) in OWN.items():
+        now = digest(getattr(setting, part))
+        if config.get(name) and now and config[name] != now:
+            return what
+    return ''
 
 
 def import_ahead() -> None:

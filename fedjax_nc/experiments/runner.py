@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_nc import _checkpoints, _progress, data, training
-from fedjax_nc.experiments import geometry, pipeline, provenance, scene, seeds
+from fedjax_nc.experiments import geometry, pipeline, scene, seeds
 from fedjax_nc.experiments.geometry import Geometry
 from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Run, Study
@@ -116,16 +116,10 @@ def outdated(run: Run, out: str | Path, data_dir: str | Path | None = None) -> s
     if not isinstance(run.setting, Setting) or not path.exists():
         return ''
     before = pipeline.known(path)
-    for name, what, now in (
-        *(
-            (name, f'the file of its {what} has', provenance.source(getattr(run.setting, own)))
-            for name, (own, what) in pipeline.OWN.items()
-        ),
-        ('data', 'its data have', scene.digest(run.setting, data_dir)),
-    ):
-        if before.get(name) and now and before[name] != now:
-            return what
-    return ''
+    if what := pipeline.replaced(before, run.setting):
+        return f'the file of its {what} has'
+    now = scene.digest(run.setting, data_dir)
+    return 'its data have' if before.get('data') and now and before['data'] != now else ''
 
 
 def refused(
