@@ -20,7 +20,7 @@ from fedjax_nc.evaluate.accuracies import (
     weighted_accuracy,
     weighted_f1,
 )
-from fedjax_nc.evaluate.tables import among, confusion, generic, mean, per_client
+from fedjax_nc.evaluate.tables import among, confusion, features, generic, mean, per_client
 
 __all__ = [
     'Over',
@@ -31,6 +31,7 @@ __all__ = [
     'class_accuracy',
     'class_f1',
     'confusion',
+    'features',
     'generic',
     'group_accuracy',
     'groups',

@@ -1,4 +1,5 @@
-"""Tables of counts `[C, C]`, of the generic model on a test set and of each client's on its own, and means of measures.
+"""Tables of counts `[C, C]`, of the generic model on a test set and of each client's on its own; means of measures, and
+features.
 
 The functions that run a model compile themselves, once for each algorithm and shape.
 """
@@ -12,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_nc import checks, tree
-from fedjax_nc.base import Algorithm, Array, FederatedData, Shard, State, Tree
+from fedjax_nc.base import Algorithm, Array, Batch, FederatedData, Model, Objective, Shard, State, Tree, Variables
 from fedjax_nc.data import arguments
 from fedjax_nc.data.host import AT_ONCE, HostData, cohorts, part
-from fedjax_nc.local import batch_at, full_batches
+from fedjax_nc.local import batch_at, full_batches, sweep
 
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -154,6 +155,41 @@ def mean(
         return sum(_measured(algorithm, state.server, measure, *piece, batch_size) for piece in pieces) / len(y)
 
 
+def features(task: Objective | Model, variables: Variables, x: Array, batch_size: int = 256) -> Array:
+    """Features of a test set, in batches, as a model computes them when it predicts.
+
+    Args:
+      task: an objective, or a model alone.
+      variables: its variables, such as `state.server.variables`.
+      x: [n, ...]; a large set in a NumPy array goes to the device in pieces.
+      batch_size: examples at a time.
+
+    Returns:
+      [n, D] float32.
+
+    Raises:
+      ValueError: for a `task` that is neither, or as `generic`.
+
+    Example:
+      >>> import jax
+      >>> from fedjax_nc import evaluate, heads, losses, metrics, models, objective, testing
+      >>> clients = testing.clients()
+      >>> task = objective.objective(models.from_flax(models.MLP((16,))), heads.linear(), losses.cross_entropy)
+      >>> z = evaluate.features(task, task.init(jax.random.key(0), clients), clients.x)
+      >>> z.shape[1], metrics.collapse.nc1(z, clients.y, clients.num_classes).shape
+      (16, ())
+    """
+    if not isinstance(task, Model):
+        checks.kind('task', task, Objective)
+    checks.kind('variables', variables, Variables)
+    batch_size = checks.static('batch_size', batch_size)
+    _filled(x)
+    arguments.pixels('x', x)
+    with _predicting():
+        pieces = [_features(task, variables, u, batch_size) for u, _ in _pieces(x, jnp.zeros(len(x), jnp.int32), None)]
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+
+
 @functools.cache
 def among(k: int) -> Callable[[Array, Array], Array]:
     """The measure whether the true class is among the `k` with the largest logits, 1.0 or 0.0: top-k accuracy.
@@ -206,6 +242,20 @@ def _predicting() -> Iterator[None]:
 def _generic(algorithm: Algorithm, server: Tree, x: Array, y: Array, num_classes: int, batch_size: int) -> Array:
     shard = Shard(x, y, jnp.arange(len(y)), jnp.int32(len(y)), jnp.zeros(num_classes, jnp.int32))
     return confusion(lambda x: algorithm.predict(server, None, x), shard, batch_size)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _features(task: Objective | Model, v: Variables, x: Array, batch_size: int) -> Array:
+    n = len(x)
+    shard = Shard(x, jnp.zeros(n, jnp.int32), jnp.arange(n), jnp.int32(n), jnp.zeros(0, jnp.int32))
+
+    def seen(batch: Batch) -> Array:
+        batch = Batch(batch.x)
+        if isinstance(task, Model):
+            return task.features(v.params['body'], v.stats, batch.x, None, None)[0]
+        return task.features(v, batch)[0]
+
+    return sweep(seen, shard, batch_size)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 5))

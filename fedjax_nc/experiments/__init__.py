@@ -5,7 +5,7 @@ here; the floors below are functions without any.
 - parts: heads, losses, server optimizers and frames by name
 - recipes, networks: methods and models by name; own: how those of users have one
 - scene: from a setting to its data and its method
-- measures: what is measured of a run
+- measures: what is measured of a run; probes: what else may be
 - pipeline: a run from its data to its summary; finished: one that is done, and its models
 - seeds: runs that differ in their seed alone, in one program
 - geometry: frames, measured without training

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from fedjax_nc import data, devices, training, watch
 from fedjax_nc.experiments import networks, pipeline, recipes
+from fedjax_nc.experiments.probes import PROBES
 from fedjax_nc.experiments.setting import (
     DATASETS,
     FEATURES,
@@ -173,6 +174,12 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--precision', choices=['float32', 'bfloat16'])
     parser.add_argument('--eval-every', type=count)
     parser.add_argument('--eval-last', type=count, help='last rounds, over which the summary has a mean; by default 5')
+    parser.add_argument(
+        '--probes',
+        nargs='+',
+        metavar='PROBE',
+        help=f'what else is measured of the generic model: {", ".join(PROBES)}; or MODULE:FUNCTION of your own',
+    )
     parser.add_argument('--max-examples', type=count, help='use a class-balanced part of the training set')
     parser.add_argument('--keep-personal', action='store_true', help="keep each client's personal model in --out, too")
     parser.add_argument('--tensorboard', action='store_true', help='events for TensorBoard in --out')

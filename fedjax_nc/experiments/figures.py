@@ -11,10 +11,17 @@ import numpy as np
 from fedjax_nc import evaluate, plots
 from fedjax_nc.experiments import costs
 from fedjax_nc.experiments.costs import Found, sound
+from fedjax_nc.experiments.runner import percent
 from fedjax_nc.experiments.study import Study
 
 Panels = dict[str, dict[str, Any]]
 """title -> name -> what is drawn."""
+CALLED = {
+    'nc1': 'NC1, scatter within classes / between', 'nc2': 'NC2, gap to the angles of a simplex',
+    'nc3': 'NC3, cosine to the class vector', 'test_loss': 'test loss', 'top5_accuracy': 'top-5 accuracy [%]',
+    'macro_f1': 'macro F1 score',
+}  # fmt: skip
+"""What probes' numbers are called beside an axis."""
 
 
 def of(study: Study, found: Found, target: float | None = None) -> Iterator[tuple[str, Any]]:
@@ -27,6 +34,7 @@ def of(study: Study, found: Found, target: float | None = None) -> Iterator[tupl
     curves: Panels = {}
     sent: Panels = {}
     spread: Panels = {}
+    probed: dict[str, Panels] = {}  # by what was measured
     bars: dict[tuple[str, ...], Panels] = {}  # by the names of the groups
     for scene in study.scenes:
         title = textwrap.fill(scene or study.name, 34)  # the width of one panel
@@ -42,6 +50,10 @@ def of(study: Study, found: Found, target: float | None = None) -> Iterator[tupl
                 each = [(s['bytes']['down'] + s['bytes']['up']) / s['rounds'] for s in runs if 'bytes' in s]
                 if each:
                     sent.setdefault(title, {})[method] = (np.array(rounds) * np.mean(each), lines)
+                for name in sorted(set.intersection(*(set(s.get('probed', ())) for s in runs))):
+                    values = [[dict(s['probed'][name]).get(r, math.nan) for r in rounds] for s in runs]
+                    drawable = np.where(np.isfinite(values), values, math.nan) * (100 if percent(name) else 1)
+                    probed.setdefault(name, {}).setdefault(title, {})[method] = (rounds, drawable)
             own = [a for s in runs for a in of_clients(s) if a is not None]
             if own and not study.apart(method, 'personal_accuracy_'):
                 spread.setdefault(title, {})[method] = 100 * np.array(own)
@@ -55,6 +67,8 @@ def of(study: Study, found: Found, target: float | None = None) -> Iterator[tupl
         panels = {t: {m: (x / factor, y) for m, (x, y) in panel.items()} for t, panel in sent.items()}
         figure = plots.curve_panels(panels, xlabel=f'sent by and to all clients [{unit}]')
         yield 'communication', labelled(figure, 'test accuracy [%]')
+    for name, panels in probed.items():
+        yield f'probe_{name}', labelled(plots.curve_panels(panels), CALLED.get(name, name))
     if drawn_rounds := rounds_to(study, found, target):
         yield 'rounds', drawn_rounds
     if spread:

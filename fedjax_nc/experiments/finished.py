@@ -1,5 +1,6 @@
 """A run that is done: what it was, what came of it, and its models."""
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ def load(out: str | Path, client: int | None = None) -> Finished:
         else:
             said = f'{out} has no personal models: ask for them with keep_personal=True, or --keep-personal'
         raise FileNotFoundError(said)
-    if what := pipeline.replaced(config, setting, provenance.running):
+    if what := pipeline.replaced(config, dataclasses.replace(setting, probes=()), provenance.running):
         warnings.warn(f'the file of the {what} of {out} has changed since: this may be another model', stacklevel=2)
     algorithm, like = stage(setting, saving.about(path), personal=client is not None)
     return Finished(setting, summary, algorithm, saving.load(path, algorithm, like))

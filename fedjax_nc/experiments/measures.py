@@ -11,7 +11,7 @@ import numpy as np
 from fedjax_nc import aggregators, checks, data, evaluate, memory, simulate, tree
 from fedjax_nc.base import Algorithm, Array, FederatedData, Info, State
 from fedjax_nc.data.host import AT_ONCE
-from fedjax_nc.experiments import recipes
+from fedjax_nc.experiments import probes, recipes
 from fedjax_nc.experiments.scene import Scene, same_model
 from fedjax_nc.experiments.setting import Setting
 
@@ -82,6 +82,8 @@ class Measures:
             train = FederatedData(train.x[:1], train.y[:1], train.index, train.size, train.counts)
         state = simulate.compiled_init(self.recipe.train)(self.k_init, train)
         same_model(self.recipe, self.setting.label, state, train)
+        if self.recipe.generic and any(name not in probes.PROBES for name in self.setting.probes):
+            self.probed(self.delivered(state))  # what is wrong with one of a user's own shows before it costs a round
         return state
 
     def delivered(self, state: State) -> tuple[Algorithm, State]:
@@ -107,7 +109,8 @@ class Measures:
         """The metrics of a round."""
         if not self.recipe.generic:
             return {'accuracy_personal': evaluate.over_clients(self.kept(state)).mean}
-        table = self.table(*self.delivered(state))
+        delivered = self.delivered(state)
+        table = self.table(*delivered)
         seen = {'accuracy': evaluate.accuracy(table)}
         if self.setting.imbalance > 1:
             seen |= dict(zip(('many', 'medium', 'few'), evaluate.group_accuracy(table, self.groups), strict=True))
@@ -115,12 +118,23 @@ class Measures:
             seen['accuracy_trained'] = evaluate.accuracy(self.table(self.recipe.train, state))
         for name, view in self.recipe.views.items():
             seen[f'accuracy_{name}'] = evaluate.accuracy(self.table(view, state))
-        v = state.server.variables
+        if (v := self.recipe.variables(state.server)) is None:  # of a method of one's own
+            return seen | self.probed(delivered)
         if 'memory' in v.fixed:
             vectors = {**v.fixed['head'], **v.params['head']}  # frozen ones are 'v', learned ones 'w'
             strength = memory.strength(v.fixed['memory'], vectors['v' if 'v' in vectors else 'w'])
             seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
-        return seen | ({'temperature': v.params['head']['scale']} if 'scale' in v.params['head'] else {})
+        if 'scale' in v.params.get('head', {}):
+            seen['temperature'] = v.params['head']['scale']
+        return seen | self.probed(delivered)
+
+    def probed(self, delivered: tuple[Algorithm, State]) -> dict[str, Array]:
+        """What the setting's probes measure of the generic model."""
+        if not self.setting.probes:
+            return {}
+        recipe, variables = self.recipe, self.recipe.variables(delivered[1].server)
+        seen = probes.Seen(*delivered, recipe.task, variables, self.x_test, self.y_test, self.train, self.test)
+        return {name: jnp.float32(value) for name, value in probes.take(self.setting.probes, seen)}
 
     def personal(
         self, state: State, delivered: tuple[Algorithm, State]

@@ -12,7 +12,7 @@ import optax
 from fedjax_nc import aggregators, checks, frames, heads, losses, server_optimizers, simulate
 from fedjax_nc import algorithms as alg
 from fedjax_nc._differences import in_one_line
-from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Loss, Model, Objective, State
+from fedjax_nc.base import Algorithm, Array, FederatedData, Head, Loss, Model, Objective, State, Variables
 from fedjax_nc.experiments import own
 from fedjax_nc.local import ClientOptimizer, Plan
 from fedjax_nc.objective import objective
@@ -34,6 +34,11 @@ def join(stage: Algorithm, key: Array, state: State, data: FederatedData) -> Sta
     return jax.jit(joined)(key, server=state.server)  # one program to compile, and not one for each shape
 
 
+def held(server: Any) -> Variables | None:
+    """The variables of a server's model, as most methods have them; None of a server of another kind."""
+    return getattr(server, 'variables', None)
+
+
 class Recipe(NamedTuple):
     """A method from training to personal models."""
 
@@ -49,6 +54,10 @@ class Recipe(NamedTuple):
     oracle: tuple[Algorithm, Callable[[Array, State, FederatedData], State]] | None = None
     told: Mapping[str, Any] = {}  #: what the factory of `train` was given and its defaults, as plain data
     views: Mapping[str, Algorithm] = {}  #: other ways to predict from the state of `train`, measured beside it
+    #: what makes features of examples with `variables`; None if that is not known
+    task: Objective | Model | None = None
+    #: server -> the variables of the generic model; None of a server of another kind
+    variables: Callable[[Any], Variables | None] = held
 
     @property
     def final(self) -> Algorithm:
@@ -85,11 +94,12 @@ def trained(factory: Callable[..., Algorithm], *args: Any, **kwargs: Any) -> Rec
     if lacking:
         raise ValueError(f'{factory.__name__} needs the options {", ".join(lacking)}, which have no default')
     given = {**defaults(factory), **kwargs}
+    task = args[0] if args and isinstance(args[0], Objective | Model) else None
     told = {name: plain(value) for name, value in given.items() if name not in SAID}
     base, under = given.get('base'), dict[str, Any]()
     if not callable(base) or not factory.__module__.startswith('fedjax_nc.'):
         own_base = {'base': plain(base)} if 'base' in given else {}
-        return Recipe(factory(*args, **kwargs), told={**told, **own_base})
+        return Recipe(factory(*args, **kwargs), told={**told, **own_base}, task=task)
 
     def seen(*args: Any, **kwargs: Any) -> Algorithm:
         under.update({**defaults(base), **kwargs})
@@ -98,7 +108,7 @@ def trained(factory: Callable[..., Algorithm], *args: Any, **kwargs: Any) -> Rec
     algorithm = factory(*args, **{**kwargs, 'base': seen})
     more = {name: plain(value) for name, value in under.items() if name not in (*SAID, 'parts', *told)}
     module = getattr(base, 'func', base).__module__  # of a partial, what it is of
-    return Recipe(algorithm, told={**told, 'base': module.rpartition('.')[2], **more})
+    return Recipe(algorithm, told={**told, 'base': module.rpartition('.')[2], **more}, task=task)
 
 
 def defaults(factory: Callable[..., Any]) -> dict[str, Any]:

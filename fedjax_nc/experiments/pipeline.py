@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from fedjax_nc import _checkpoints, checks, plots, saving, training, tuning
 from fedjax_nc.base import Array, State, Tree
-from fedjax_nc.experiments import networks, provenance, recipes, traffic
+from fedjax_nc.experiments import networks, probes, provenance, recipes, traffic
 from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.scene import Scene, build, digest, load
 from fedjax_nc.experiments.setting import KEPT, Setting
@@ -142,19 +142,26 @@ OWN = {
     'source': ('algorithm', 'method'),
     **{f'{part}_source': (part, part) for part in ('model', 'head', 'loss', 'partition')},
     'server_optimizer_source': ('server_optimizer', 'server optimizer'),
+    'probes_source': ('probes', 'probes'),
 }
 """Digests in `config.json`: of which setting's file, and what sentences call it."""
 
 
 def sources(setting: Setting) -> dict[str, str]:
     """Digests of what runs of a user's own, for `config.json`: of the files of its method, its model and their like."""
-    return {name: digest for name, (own, _) in OWN.items() if (digest := provenance.running(getattr(setting, own)))}
+    found = {name: digests(getattr(setting, own), provenance.running) for name, (own, _) in OWN.items()}
+    return {name: digest for name, digest in found.items() if digest}
+
+
+def digests(names: str | Sequence[str], digest: Callable[[str], str]) -> str:
+    """That of one name, or those of several."""
+    return ' '.join(filter(None, map(digest, [names] if isinstance(names, str) else names)))
 
 
 def replaced(config: dict[str, Any], setting: Setting, digest: Callable[[str], str] = provenance.source) -> str:
     """Of which part of a user's own the file is another one than `config.json` says; '' if none is known."""
     for name, (part, what) in OWN.items():
-        now = digest(getattr(setting, part))
+        now = digests(getattr(setting, part), digest)
         if config.get(name) and now and config[name] != now:
             return what
     return ''
@@ -262,6 +269,11 @@ def conclude(
             f'global_{name}_last{setting.eval_last}': training.last_mean(final, name, setting.eval_last)
             for name in KEPT
             if name in done.history[-1]
+        },
+        **{
+            f'global_{name}_last{setting.eval_last}': probes.finite(training.last_mean(final, name, setting.eval_last))
+            for name in done.history[-1]
+            if setting.probes and not probes.taken(name)
         },
         **personal,
         **measure.final(done.state, delivered),

@@ -18,7 +18,7 @@ import optax
 
 from fedjax_nc import algorithms as alg
 from fedjax_nc import checks, frames, losses
-from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State
+from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State, Variables
 from fedjax_nc.data import federate
 from fedjax_nc.experiments import own
 from fedjax_nc.experiments.parts import FRAMES as FRAMES
@@ -133,7 +133,17 @@ class Method(NamedTuple):
         if personal == 'latest' and recipe.personalize is not None:
             told = recipe.told
             kept = alg.latest.keep(recipe.train)
-            recipe = Recipe(kept, None, recipe.calibrate, join, recipe.refines, told=told, views=recipe.views)
+            recipe = Recipe(
+                kept,
+                None,
+                recipe.calibrate,
+                join,
+                recipe.refines,
+                told=told,
+                views=recipe.views,
+                task=recipe.task,
+                variables=recipe.variables,
+            )
         return recipe
 
 
@@ -312,7 +322,13 @@ def fedbabu_recipe(s: Setup) -> Recipe:
 
 def creff_recipe(s: Setup) -> Recipe:
     """CReFF: the generic model has the re-trained head, personal ones begin with the averaged one, as FedAvg's do."""
-    return trained(alg.creff.algorithm, s.model, s.client_opt, **s.common)._replace(personalize=s.finetune())
+
+    def variables(server: Any) -> Variables:
+        v: Variables = server.variables
+        return v._replace(params={**v.params, 'head': server.extra.head})
+
+    recipe = trained(alg.creff.algorithm, s.model, s.client_opt, **s.common)
+    return recipe._replace(personalize=s.finetune(), variables=variables)
 
 
 def fedrod_recipe(s: Setup) -> Recipe:
@@ -399,7 +415,8 @@ def ccvr_recipe(s: Setup) -> Recipe:
         body = alg.moon.projected(s.model) if options.get('project', True) else s.model
         task = alg.moon.prepared(objective(body, s.head, s.loss), options.get('preprocess'))
     psi = alg.ccvr.tukey() if samples else None  # without virtual features the model stays what it was
-    personal = s.finetune(transformed(task, psi) if psi else task, parts=('head',))
+    seen = transformed(task, psi) if psi else task
+    personal = s.finetune(seen, parts=('head',))
     calibrate = alg.ccvr.calibrate(task, transform=psi, samples=samples)
 
     def oracle(key: Array, state: State, data: FederatedData) -> State:
@@ -408,7 +425,7 @@ def ccvr_recipe(s: Setup) -> Recipe:
     said = {'base': base, 'samples': samples, 'transform': psi}
     return recipe._replace(
         personalize=personal, calibrate=calibrate, refines=True, oracle=(recipe.train, oracle),
-        told={**plain(said), **recipe.told},
+        told={**plain(said), **recipe.told}, task=seen,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_nc import _checkpoints, _progress, data, training
-from fedjax_nc.experiments import geometry, pipeline, scene, seeds
+from fedjax_nc.experiments import geometry, pipeline, probes, scene, seeds
 from fedjax_nc.experiments.geometry import Geometry
 from fedjax_nc.experiments.setting import Setting
 from fedjax_nc.experiments.study import Run, Study
@@ -25,6 +25,8 @@ ROUNDING = 1e-4  # percent: accuracies are shares in float32, and 0.9 of those i
 Watch = Callable[[Run, Path], contextlib.AbstractContextManager[training.OnRound]]
 """What makes a tracker for a run and its folder."""
 FILES = ('config.json', 'summary.json', 'metrics.jsonl')
+ACCURACIES = ('accuracy', 'accuracy_personal')
+"""What evaluations have one of: of the generic model, or of clients' own."""
 
 
 def carry_out(
@@ -215,7 +217,11 @@ def where(run: Run, out: str | Path) -> Path:
 
 def summary(run: Run, out: str | Path) -> dict[str, Any] | None:
     """What a finished run has found, with its `curve`; None for one that is not finished or has other settings than its
-    name says, or whose summary is damaged."""
+    name says, or whose summary is damaged.
+
+    The curve is (round, accuracy in percent) of every evaluation, of the generic model or of personal ones. Numbers of
+    probes over the rounds stand in `probed` by their names.
+    """
     path = where(run, out) / 'summary.json'
     if not path.exists():
         return None
@@ -227,22 +233,26 @@ def summary(run: Run, out: str | Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     whole = 'diverged' in found or isinstance(run.setting, Geometry) or found.get('rounds') == run.setting.rounds
-    return found | {'curve': curve(path.parent)} if whole else None
+    if not whole:
+        return None
+    rows = list(evaluations(path.parent))
+    probed = {name for row in rows for name in row if not probes.taken(name)}
+    return found | {
+        'curve': [(int(row['round']), 100.0 * next(row[u] for u in ACCURACIES if u in row)) for row in rows],
+        'probed': {name: [(int(row['round']), row[name]) for row in rows if name in row] for name in sorted(probed)},
+    }
 
 
-def curve(folder: Path) -> list[tuple[int, float]]:
-    """(round, accuracy in percent) of every evaluation of a run: of the generic model, or of personal ones."""
-    path, seen = folder / 'metrics.jsonl', []
+def evaluations(folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a run's rounds that were evaluated."""
+    path = folder / 'metrics.jsonl'
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:  # the end of a run that was killed
             break
-        for name in ('accuracy', 'accuracy_personal'):
-            if name in row:
-                seen.append((int(row['round']), 100.0 * row[name]))
-                break
-    return seen
+        if any(name in row for name in ACCURACIES):
+            yield row
 
 
 def seeds_of(study: Study, out: str | Path) -> list[int]:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from fedjax_nc import _checkpoints, checks, data
 from fedjax_nc._differences import in_one_line
 from fedjax_nc.data import images
 from fedjax_nc.data.partition import Parts
-from fedjax_nc.experiments import networks, own, recipes
+from fedjax_nc.experiments import networks, own, probes, recipes
 
 DATASETS = data.sources.NAMES
 LOADERS: dict[str, Callable[..., data.Dataset]] = {
@@ -135,7 +135,9 @@ class Plain:
     def digest(self) -> str:
         """Twelve hexadecimal digits of all that it says beyond the defaults, for the name of its folder."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        said = {name: value for name, value in self.plain().items() if value != defaults[name] and value != {}}
+        said = {
+            name: value for name, value in self.plain().items() if value != defaults[name] and value not in ({}, [])
+        }
         return hashlib.blake2b(json.dumps(plainest(said), sort_keys=True).encode(), digest_size=6).hexdigest()
 
     @classmethod
@@ -274,6 +276,9 @@ class Setting(Plain):
     rounds: int = 200  #: Of training.
     eval_every: int = 1  #: Rounds between evaluations.
     eval_last: int = 5  #: Last rounds, which are all evaluated, and over which the summary has the mean.
+    #: What else evaluations measure of the generic model, names of `probes.PROBES`, such as 'collapse', or
+    #: `'module:function'` of one's own, see `probes.named`.
+    probes: Sequence[str] = ()
     seed: int = 0  #: Of the partition, the first model and everything else that is drawn.
 
     def __post_init__(self) -> None:
@@ -368,6 +373,10 @@ class Setting(Plain):
         for name in ('weight_decay', 'clip', 'exponent', 'noise'):
             checks.number(name, getattr(self, name))
         checks.number('test_share', self.test_share, high=1, open_low=True, open_high=True)
+        if not isinstance(self.probes, list) or len(set(map(str, self.probes))) < len(self.probes):
+            raise ValueError(f'probes must be a list of different names, not {checks.shown(self.probes)}')
+        for name in self.probes:
+            probes.named(name)
         if not isinstance(self.flip, bool):
             raise ValueError(f'flip must be true or false, not {checks.shown(self.flip)}')
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):

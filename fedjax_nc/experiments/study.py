@@ -47,6 +47,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedjax_nc import checks
+from fedjax_nc.experiments import probes
 from fedjax_nc.experiments.geometry import Geometry
 from fedjax_nc.experiments.scene import check as checked
 from fedjax_nc.experiments.setting import KEPT, Setting, described
@@ -361,11 +362,14 @@ def known_metric(heading: str, name: Any, setting: Setting | Geometry) -> None:
     else:
         ends = ('', '_std', '_pooled', '_low', '_before', '_before_std', '_trained', '_released', '_tuned', '_head',
                 '_present', '_present_std', '_labels', '_labels_std')  # fmt: skip
-        last = [f'global_{kind}_last{setting.eval_last}' for kind in KEPT]
+        probed = probes.told(setting.probes)
+        last = [f'global_{kind}_last{setting.eval_last}' for kind in (*KEPT, *(probed or ()))]
         names = ('global_accuracy', 'global_accuracy_oracle', *last, *(f'personal_accuracy{end}' for end in ends),
                  'rounds_per_second', 'compile_seconds', 'padded_work_share', 'broken_clients')  # fmt: skip
         if isinstance(name, str) and re.fullmatch(r'rounds_to:(0?\.\d+|1(\.0*)?)', name):
             return
+        if probed is None and isinstance(name, str) and re.fullmatch(rf'global_\w+_last{setting.eval_last}', name):
+            return  # what one's own probe may call so
     if name not in names:
         raise ValueError(f'metrics: {heading} cannot be {checks.shown(name)}; there are {", ".join(names)}')
 
