@@ -78,7 +78,56 @@ def test_who_took_part_is_on_disk_before_anything_is_published(data, tmp_path):
     with pytest.raises(OSError, match='no space'):
         deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server', measure=fails)
     (line,) = (tmp_path / 'server/0-train/sites.jsonl').read_text().splitlines()
-    assert json.loads(line) == {'round': 1, 'sites': [0, 1, 2]}
+    said = json.loads(line)
+    assert (said['round'], said['sites'], said['away'], said['refused']) == (1, [0, 1, 2], [], [])
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_both_ends_have_a_record_of_what_was_sent(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS, 2)], data)
+    gone = away((103,), ('train.round',), rounds=[2])
+
+    def change(node, message, reply):
+        ask = message.content.config_records.get('ask', {})
+        if (node, message.metadata.message_type, ask.get('round')) == (102, 'train.round', 2):
+            return Message(Error(2, 'the disk is full'), reply_to=message)
+        return gone(node, message, reply)
+
+    grid = Loopback(sites(agreed, data, tmp_path), change)
+    rows = [seen.row for seen in deploy(agreed, grid, tmp_path / 'server', flower.Patience(0.5, None, 5.0), least=1)]
+    first, second = records(tmp_path / 'server/0-train/sites.jsonl')
+    assert (first['sites'], first['away'], first['refused']) == ([0, 1, 2], [], [])
+    assert (second['sites'], second['away']) == ([0], [1, 2])
+    assert second['refused'] == ['site 1 answers with an error: the disk is full']
+    assert [set(first[name]) for name in ('bytes_up', 'bytes_down', 'seconds')] == [{'0', '1', '2'}] * 3
+    assert set(second['bytes_up']) == set(second['seconds']) == {'0'}
+    for row, said in zip(rows, (first, second), strict=True):
+        assert (sum(said['bytes_up'].values()), len(said['refused'])) == (row['bytes_up'], row['refused'])
+        assert sum(said['bytes_down'].values()) == row['bytes_down']
+    for k, size in enumerate((20, 7, 12)):
+        hello, *rounds, tests = records(tmp_path / f'site-{k}/sent.jsonl')
+        assert (hello['kind'], hello['examples'], tests['kind']) == ('hello', size, 'tests')
+        assert [(row['kind'], row['phase'], row['round'], row['masked']) for row in rounds] == [
+            ('round', 0, 1, False), ('round', 0, 2, False),
+        ]  # fmt: skip
+        assert rounds[0]['bytes'] == first['bytes_up'][str(k)]
+        assert np.isfinite(rounds[0]['loss'])
+        assert tests['right'] <= tests['examples'] == size
+
+
+@pytest.mark.slow
+def test_records_of_what_was_masked_tell_no_loss(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data, secure=flower.Secure())
+    deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server')
+    (said,) = records(tmp_path / 'server/0-train/sites.jsonl')
+    assert (said['sites'], said['refused'], 'seconds' in said) == ([0, 1, 2], [], False)
+    for k in range(3):
+        (row,) = (row for row in records(tmp_path / f'site-{k}/sent.jsonl') if row['kind'] == 'round')
+        assert (row['masked'], row['bytes'], 'loss' in row) == (True, said['bytes_up'][str(k)], False)
 
 
 @pytest.mark.filterwarnings('ignore::UserWarning')

@@ -59,8 +59,10 @@ def server_app(
     Args:
       agreed: what all have in common.
       out: directory of the run, or a function that finds it in Flower's context. It gets `sites.json`, and a folder for
-        each phase: checkpoints and tables, as those of `training.run`, `sites.jsonl`, whose messages counted in which
-        round, and `model.safetensors` at the end.
+        each phase: checkpoints and tables, as those of `training.run`; `sites.jsonl`, for each round whose messages
+        counted (`sites`) and who else was drawn (`away`), why messages were `refused`, and by site `bytes_up`,
+        `bytes_down` and, without secure aggregation, the `seconds` until it answered; and `model.safetensors` at the
+        end.
       least: sites that must have answered for a round to count; it is asked again otherwise. By default two, for a
         mean of one is that site's message; one where a cohort is one site. With `agreed.secure` its own `least` holds,
         too.
@@ -175,8 +177,10 @@ def run(
                 state = after
                 begun[-1] = begin, state
                 row: Row = {'round': t + 1, **loss, **answers.told, 'seconds': time.monotonic() - began}
+                away = sorted(set(answers.ids.tolist()) - set(answers.there))
+                about = {'round': t + 1, 'sites': answers.there, 'away': away, **answers.each}
                 with (out / folder / 'sites.jsonl').open('a') as file:  # of a round done again the last line holds
-                    file.write(json.dumps({'round': t + 1, 'sites': answers.there}) + '\n')
+                    file.write(json.dumps(about) + '\n')
                 if measure is not None:
                     row |= {name: float(u) for name, u in measure(number, State(state, ())).items()}
                 if t + 1 == phase.rounds or (evaluate_every is not None and (t + 1) % evaluate_every == 0):
@@ -227,6 +231,7 @@ class Answers(NamedTuple):
     replies: dict[int, Reply]  #: where they can be seen
     summed: Tree  #: where they cannot
     told: Row
+    each: Mapping[str, Any]  #: what `sites.jsonl` says of each
     missing: str = ''  #: why the round cannot count
 
 
@@ -310,44 +315,47 @@ class Server:
         sent = {k: _sites.size(contents[k]) for k in node}
         told: Row = {'sites': 0, 'asked': len(ids), 'refused': 0, 'bytes_up': 0, 'bytes_down': sum(sent.values())}
         if self.unseen(asking.number):
-            return self.ask_unseen(asking, ids, node, contents, told)
+            return self.ask_unseen(asking, ids, node, contents, told, sent)
         messages = [
             _sites.message('train.round', node[k], contents[k], f'{asking.number}-{asking.round}') for k in node
         ]
         whose, replies = {n: k for k, n in node.items()}, {}
-        for reply in _sites.collect(self.grid, messages, self.patience.round, self.least, self.patience.rest):
+        faults, took, up = list[str](), dict[int, float](), dict[int, int]()
+        for reply, after in _sites.collect(self.grid, messages, self.patience.round, self.least, self.patience.rest):
             k = whose.get(reply.metadata.src_node_id)
             try:
                 if k is None or k in replies:
                     raise _wire.WireError(f'node {reply.metadata.src_node_id} was not asked')
                 replies[k] = self.read(reply, asking, k)
-                told['bytes_up'] += _sites.size(reply.content)
+                took[k], up[k] = round(after, 3), _sites.size(reply.content)
             except Exception as error:  # a site may send anything, and must not end the run
-                told['refused'] += 1
-                _sites.warn(f'round {asking.round}: {_sites.line(error)}; the round goes on without it')
-        told['sites'] = len(replies)
+                faults.append(_sites.line(error))
+                _sites.warn(f'round {asking.round}: {faults[-1]}; the round goes on without it')
+        told |= {'sites': len(replies), 'refused': len(faults), 'bytes_up': sum(up.values())}
         enough = f'{len(replies)} of at least {self.least} sites answered' if len(replies) < self.least else ''
         if enough and told['refused'] == len(messages) > 1:
             enough += (
                 ', and what all others sent was refused. If that was for numbers that are not finite, a message of an '
                 'earlier round may have spoilt the model: go back to a copy of the run, with a lower `most`'
             )
-        return Answers(ids, sorted(replies), replies, None, told, enough)
+        each = {'refused': faults, 'bytes_up': up, 'bytes_down': sent, 'seconds': took}
+        return Answers(ids, sorted(replies), replies, None, told, each, enough)
 
     def ask_unseen(
-        self, asking: Asking, ids: np.ndarray, node: dict[int, int], contents: dict[int, RecordDict], told: Row
-    ) -> Answers:
+        self, asking: Asking, ids: np.ndarray, node: dict[int, int], contents: dict[int, RecordDict], told: Row,
+        sent: dict[int, int],
+    ) -> Answers:  # fmt: skip
         """The same, of which the sum is all that is seen."""
         secure, kinds = self.agreed.secure, self.kinds[asking.number].message
         assert secure is not None
         largest = int(self.sites.sizes.max())
         for content in contents.values():
             content['secure'] = ConfigRecord({'largest': largest})
-        entries = _secure.length(self.agreed, asking.number, kinds)
+        entries, faults = _secure.length(self.agreed, asking.number, kinds), list[str]()
 
         def refused(fault: str) -> None:
-            told['refused'] += 1
-            _sites.warn(f'round {asking.round}: {_sites.line(fault)}; the sum is made without it')
+            faults.append(_sites.line(fault))
+            _sites.warn(f'round {asking.round}: {faults[-1]}; the sum is made without it')
 
         try:
             vector, stayed = _secure.summed(
@@ -355,10 +363,12 @@ class Server:
                 asking.round, entries, self.patience.round, refused, self.least,
             )  # fmt: skip
         except _wire.WireError as error:
-            return Answers(ids, [], {}, None, told, _sites.line(error))
+            return Answers(ids, [], {}, None, told, {}, _sites.line(error))
         there = sorted(k for k, n in node.items() if n in stayed)
-        told |= {'sites': len(there), 'bytes_up': 8 * (entries + 2) * len(there)}  # int64, and two more
-        return Answers(ids, there, {}, _secure.unpacked(self.agreed, asking.number, vector, kinds, largest), told)
+        up = dict.fromkeys(there, 8 * (entries + 2))  # int64, and two more
+        told |= {'sites': len(there), 'refused': len(faults), 'bytes_up': sum(up.values())}
+        each = {'refused': faults, 'bytes_up': up, 'bytes_down': sent}
+        return Answers(ids, there, {}, _secure.unpacked(self.agreed, asking.number, vector, kinds, largest), told, each)
 
     def contents(self, asking: Asking, node: dict[int, int], keys: Any) -> dict[int, RecordDict]:
         """What each site is sent."""
@@ -409,7 +419,7 @@ class Server:
         contents = self.contents(asking, node, _wire.pack(asking.key))
         messages = [_sites.message('evaluate', n, contents[k]) for k, n in sorted(node.items())]
         found, whose = np.zeros(3, np.int64), set(node.values())
-        for reply in _sites.collect(self.grid, messages, self.patience.round, self.least, self.patience.rest):
+        for reply, _ in _sites.collect(self.grid, messages, self.patience.round, self.least, self.patience.rest):
             try:
                 if reply.metadata.src_node_id not in whose:
                     raise _wire.WireError('it was not asked, or has answered')

@@ -1,5 +1,8 @@
 """One site: its data, its state, and the Flower client that works on them when the server asks."""
 
+import datetime
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +28,7 @@ class Site(NamedTuple):
 
     client: int  #: its number, 0 to K - 1
     data: FederatedData  #: its training examples, as the one client of a pool of its own
-    folder: Path  #: where its state is kept between rounds and restarts
+    folder: Path  #: where its state is kept between rounds and restarts, with a record of what it has sent
     test: FederatedData | None = None  #: its test examples, alike
 
 
@@ -76,7 +79,9 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
     Flower's `secaggplus_mod`, and never otherwise. The state is written before a message is sent, and taken up again
     only if the server says that this message counted, so that neither side can lose a round of the other. After the
     last round of a phase the site writes `NUMBER-NAME.safetensors` for `saving.load`: its own model, or the generic one
-    where clients keep nothing.
+    where clients keep nothing. `sent.jsonl` in its folder has a line for each message, written before it is sent: when,
+    of which `kind` ('hello', 'round' or 'tests'), phase and round, and what it tells: examples, right answers, bytes,
+    loss, and whether the message was `masked`.
 
     Args:
       agreed: what all have in common.
@@ -137,11 +142,12 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
             'versions': _plan.versions(),
             'agreement': name,
         }
+        note(mine, 'hello', examples=told['size'])
         return Message(RecordDict({'told': ConfigRecord(told)}), reply_to=message)
 
     @app.train('round')
     def train(message: Message, context: Context) -> Message:
-        mine = here(context)
+        mine, began = here(context), time.monotonic()
         ask = Ask.of(message.content, agreed, name)
         if agreed.secure and jax.tree.leaves(kinds[ask.phase].message):
             raise _wire.WireError(
@@ -153,18 +159,22 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
         told = ConfigRecord({'client': mine.client, 'phase': ask.phase, 'round': ask.round})
         content = RecordDict({'message': _wire.pack(sent, half=agreed.half), 'info': _wire.pack(info)})
         content['told'] = told
+        loss = {} if agreed.secure else {'loss': float(info.loss)}
+        note(mine, 'round', ask, bytes=_sites.size(content), seconds=time.monotonic() - began, masked=False, **loss)
         return Message(content, reply_to=message)
 
     if (secure := agreed.secure) is not None:
 
         @app.train(mods=_secure.mods(secure))
         def masked(message: Message, context: Context) -> Message:
-            mine = here(context)
+            mine, began = here(context), time.monotonic()
             size, largest = int(mine.data.size[0]), _secure.largest(message)
             if largest < size:
                 raise _wire.WireError('the server says that the largest site is smaller than this one')
             ask, sent, _ = work(message, mine)
             vector = _secure.vector(agreed, ask.phase, sent, size, largest)
+            sent_bytes = 8 * (len(vector) + 2)  # int64, a check and the weight included
+            note(mine, 'round', ask, bytes=sent_bytes, seconds=time.monotonic() - began, masked=True)
             return Message(_secure.answer(vector, secure), reply_to=message)
 
     @app.evaluate()
@@ -185,6 +195,7 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
             found = np.asarray(tables[ask.phase](server, own, mine.test.shard(0)))
             right, personal = (int(np.trace(table)) for table in found)
             told |= {'examples': int(found[0].sum()), 'right': right, 'right_personal': personal}
+        note(mine, 'tests', ask, **{name: value for name, value in told.items() if name != 'client'})
         return Message(RecordDict({'told': ConfigRecord(told)}), reply_to=message)
 
     def before(mine: Site, ask: Ask, message: Message) -> Tree:
@@ -254,6 +265,15 @@ def fits(site: Site, agreed: Agreement) -> None:
                 f'{what} has examples {dtype}{list(shape)}, and agreed are '
                 f'{agreed.example.dtype}{list(agreed.example.shape)}'
             )
+
+
+def note(site: Site, kind: str, ask: Ask | None = None, **told: Any) -> None:
+    """Adds a line to the site's own record of what it has told the server, before it is sent."""
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
+    where = {} if ask is None else {'phase': ask.phase, 'round': ask.round}
+    rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in told.items()}
+    with (site.folder / 'sent.jsonl').open('a') as file:
+        file.write(json.dumps({'time': when, 'kind': kind, **where, **rounded}) + '\n')
 
 
 def _place(site: Site, phase: int, round: int) -> Path:

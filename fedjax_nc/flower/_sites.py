@@ -99,7 +99,7 @@ class Sites:
         began = time.monotonic()
         new = sorted(node for node in there - self.met if began >= self.later.get(node, (0, 0.0))[1])
         before = self.sizes.copy()
-        for reply in collect(self.grid, [message('query.hello', node, RecordDict()) for node in new], seconds):
+        for reply, _ in collect(self.grid, [message('query.hello', node, RecordDict()) for node in new], seconds):
             try:
                 self.know(reply)
                 self.why.pop(reply.metadata.src_node_id, None)
@@ -159,15 +159,16 @@ class Sites:
 
 def collect(
     grid: Grid, messages: list[Message], seconds: float, enough: int = 1, rest: float | None = None
-) -> list[Message]:
-    """Sends messages and takes the replies that come within so many seconds.
+) -> list[tuple[Message, float]]:
+    """Sends messages and takes the replies that come within so many seconds, each with those after which it was there.
 
     Once `enough` without an error are there, the others have `rest` seconds more. For a node that has gone the
     SuperLink itself replies: that is a warning, and nobody's reply.
     """
     if not messages:
         return []
-    waiting, replies, fine = set(grid.push_messages(messages)), [], 0
+    began, replies, fine = time.monotonic(), list[tuple[Message, float]](), 0
+    waiting = set(grid.push_messages(messages))
     whom = {sent.metadata.message_id: sent.metadata.dst_node_id for sent in messages}
     deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:
@@ -176,7 +177,7 @@ def collect(
             if reply.has_error() and reply.metadata.src_node_id == SUPERLINK:
                 warn(f'node {whom.get(reply.metadata.reply_to_message_id, "?")} cannot be reached: {fault(reply)}')
                 continue
-            replies.append(reply)
+            replies.append((reply, time.monotonic() - began))
             fine += not reply.has_error()
             if fine == enough and rest is not None:
                 deadline = min(deadline, time.monotonic() + rest)
@@ -196,7 +197,9 @@ class Quick:
 
     def send_and_receive(self, messages: list[Message], *, timeout: float | None = None) -> list[Message]:
         messages = list(messages)
-        return collect(self.grid, messages, 3600.0 if timeout is None else timeout, len(messages))
+        return [
+            reply for reply, _ in collect(self.grid, messages, 3600.0 if timeout is None else timeout, len(messages))
+        ]
 
 
 def whole(value: Any) -> int:
