@@ -131,6 +131,19 @@ def test_records_of_what_was_masked_tell_no_loss(data, tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
+def test_a_site_whose_examples_have_another_shape_is_told_by_its_number(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    narrow = own(data._replace(x=data.x[:, :-1]), 2)
+    other = flower.client_app(agreed, lambda context: flower.Site(2, narrow, tmp_path / 'site-2'))
+    grid = Loopback([*sites(agreed, data, tmp_path)[:2], other])
+    width = data.x.shape[1]
+    with pytest.warns(
+        UserWarning, match=rf'site 2: data has examples float32\[{width - 1}\], and agreed are .*{width}'
+    ):
+        deploy(agreed, grid, tmp_path / 'server', flower.Patience(5.0, None, 0.5))
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
 def test_what_spoils_the_model_is_hinted_at_when_honest_sites_fail(data, tmp_path):
     agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
 

@@ -245,7 +245,7 @@ def _tables(algorithm: Algorithm, generic: bool) -> Callable[..., Any]:
 
 
 def fits(site: Site, agreed: Agreement) -> None:
-    """Refuses data that are not of the kind that was agreed on."""
+    """Refuses data that are not of the kind that was agreed on; of shapes and types the server is told, too."""
     checks.kind('site', site, Site)
     checks.whole('client', site.client, 0)
     if site.client >= agreed.clients:
@@ -255,14 +255,15 @@ def fits(site: Site, agreed: Agreement) -> None:
             continue
         checks.kind(what, data, FederatedData)
         if data.num_clients != 1 or data.num_classes != agreed.num_classes:
-            raise ValueError(
-                f'{what} must be one client with {agreed.num_classes} classes, not {data.num_clients} with '
-                f'{data.num_classes}: data.federate(x, y, [rows], num_classes={agreed.num_classes})'
+            raise _wire.WireError(
+                f'site {site.client}: {what} must be one client with {agreed.num_classes} classes, not '
+                f'{data.num_clients} with {data.num_classes}: data.federate(x, y, [rows], '
+                f'num_classes={agreed.num_classes})'
             )
         shape, dtype = tuple(data.x.shape[1:]), data.x.dtype
         if shape != tuple(agreed.example.shape) or dtype != agreed.example.dtype:
-            raise ValueError(
-                f'{what} has examples {dtype}{list(shape)}, and agreed are '
+            raise _wire.WireError(
+                f'site {site.client}: {what} has examples {dtype}{list(shape)}, and agreed are '
                 f'{agreed.example.dtype}{list(agreed.example.shape)}'
             )
 
