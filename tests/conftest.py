@@ -4,13 +4,18 @@ import os
 
 import jaxlib
 
-# Programs here run a few times on little data: most of their time would go into optimising them. To have them as users
-# do, set XLA_FLAGS to nothing. This comes before anything uses jax. An unknown flag ends the process, and later jaxlibs
-# do not know the second.
+# Programs here run a few times on little data: most of their time would go into optimising them, and into cutting them
+# up for many threads. To have them as users do, set XLA_FLAGS to nothing. This comes before anything uses jax. An
+# unknown flag ends the process, and other jaxlibs may not know all of them.
 os.environ.setdefault(
     'XLA_FLAGS',
     '--xla_backend_optimization_level=0'
-    + (' --xla_cpu_use_fusion_emitters=false' if jaxlib.__version__.startswith('0.10.') else ''),
+    + (
+        ' --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
+        ' --xla_cpu_enable_concurrency_optimized_scheduler=false'
+        if jaxlib.__version__.startswith('0.10.')
+        else ''
+    ),
 )
 
 import jax

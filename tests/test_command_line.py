@@ -187,6 +187,7 @@ def test_as_a_program(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_console_script_finds_methods_in_the_current_folder(tmp_path):
     (tmp_path / 'fedjax-nc').write_text('from fedjax_nc.experiments.__main__ import program\nprogram()\n')
     (tmp_path / 'here').mkdir()

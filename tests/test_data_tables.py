@@ -174,6 +174,7 @@ def test_one_number_in_several_ways_is_refused(tmp_path):
     assert set(load_table(path, **HOW).clients_train) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_a_program_with_hospitals_as_clients(tmp_path):
     """The documented way: a Parquet table with a column of clients, trained with FedETF."""
     path = write(tmp_path / 'cells.parquet')

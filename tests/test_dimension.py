@@ -13,6 +13,7 @@ from fedjax_nc import data
 study = pytest.fixture(scope='module')(lambda: load('fedetf_dimension'))
 
 
+@pytest.mark.slow
 def test_prints_a_table_and_draws(study, tmp_path, monkeypatch, capsys, fast_compilation):
     monkeypatch.setattr(study, 'PLAN', study.PLAN._replace(epochs=1))
     settings = ('--seeds', '1', '--rounds', '12', '--dims', '12', '--out', str(tmp_path))

@@ -93,7 +93,7 @@ def named(page):
     return page.relative_to(DOCS).as_posix()
 
 
-QUICK = ('getting-started.md', 'guides/export.md')
+QUICK = ('getting-started.md',)
 """Pages whose programs run in every suite. The others' together take minutes."""
 
 

@@ -87,6 +87,7 @@ def test_mixed_precision_keeps_float32_parameters_and_stays_close(images, alone)
     assert 0 < gap < 0.1
 
 
+@pytest.mark.slow
 def test_all_clients_become_personal_in_one_call(images):
     _, _, _, state = play(images)
     model = models.from_flax(models.ResNet(widths=(4,), blocks=(1,), norm='batch'))

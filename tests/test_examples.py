@@ -128,6 +128,7 @@ def test_a_run_is_never_overwritten_nor_resumed_with_other_settings(finished):
     assert (finished / 'summary.json').read_bytes() == before
 
 
+@pytest.mark.slow
 def test_fewer_rounds_or_a_damaged_configuration_are_refused(finished, tmp_path):
     fewer = cifar(finished, '--resume', '--participation', 0.5, '--rounds', 2)
     assert 'already holds 6 rounds' in fewer.stderr
@@ -181,6 +182,7 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) < 160
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('frozen', [None, False, True], ids=['FedETF', 'FedAvg', 'frozen'])
 def test_the_programs_of_the_readme_run(frozen):
     program, exchange = re.findall(r'```python\n(.*?)```', README, re.DOTALL)

@@ -135,6 +135,7 @@ def test_flags_that_would_change_nothing_are_refused(flags, instead):
     command.setting_of(command.arguments([*argv, *instead.split()], 'cifar.py', ''))
 
 
+@pytest.mark.slow
 def test_a_run_is_what_its_command_line_makes(tmp_path):
     setting = Setting(**SMALL, algorithm='fedprox', options={'mu': 0.5}, seed=3)
     (tmp_path / 'a.json').write_text(json.dumps({**SMALL, 'algorithm': 'fedprox', 'seed': 9}))
@@ -185,6 +186,7 @@ def test_partitions_by_name(partition):
     assert (held == 2).all() if partition == 'shards' else (held > 2).any()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_there_is_not_overwritten_nor_resumed_with_other_settings(tmp_path):
     setting = Setting(**SMALL, algorithm='fedavg')
     experiments.run(setting, tmp_path, progress=False)
@@ -367,6 +369,7 @@ def test_a_variant_of_personal_models_that_diverges_is_no_result():
     assert told['personal_accuracy_wild'] is None
 
 
+@pytest.mark.slow
 def test_personal_models_that_diverge_are_no_result(tmp_path, monkeypatch):
     kept = pipeline.Measures.personal
     monkeypatch.setattr(

@@ -65,6 +65,7 @@ def test_as_leaf_leaves_it(tmp_path):
     assert len(load_femnist(tmp_path / 'femnist', cache=tmp_path).y_train) == 110
 
 
+@pytest.mark.slow
 def test_a_program_with_writers_as_clients(tmp_path):
     """The documented way: FedETF on writers, general accuracy and that of each writer's own test images."""
     write_leaf(tmp_path / 'femnist')

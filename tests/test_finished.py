@@ -64,6 +64,7 @@ def test_the_command_line_keeps_them_if_it_is_asked(tmp_path, capsys):
         experiments.load(every, -1)
 
 
+@pytest.mark.slow
 def test_what_is_not_finished_is_said_to_be(tmp_path):
     with pytest.raises(FileNotFoundError, match='holds no run'):
         experiments.load(tmp_path)
@@ -75,6 +76,7 @@ def test_what_is_not_finished_is_said_to_be(tmp_path):
     assert experiments.load(tmp_path).setting == SETTING
 
 
+@pytest.mark.slow
 def test_damage_is_told(tmp_path):
     experiments.run(SETTING, tmp_path / 'run', progress=False)
     for name in ('model.safetensors', 'summary.json', 'config.json'):
@@ -88,6 +90,7 @@ def test_damage_is_told(tmp_path):
         experiments.load(tmp_path / 'run')
 
 
+@pytest.mark.slow
 def test_one_goes_on_from_what_was_loaded(tmp_path):
     """A run's model is the beginning of another training."""
     experiments.run(SETTING, tmp_path, progress=False)

@@ -18,7 +18,7 @@ from fedjax_nc.flower import _plan, _secure, _site
 
 SIZES = (40, 7, 61, 23, 90)
 ROUNDS, TUNE = jax.random.key(1), jax.random.key(2)
-QUICK = ('fedetf', 'scaffold', 'fedproto')
+QUICK = ('fedetf', 'scaffold')
 STAGES = ('fedetf personal', 'fedloge realigned')
 
 
@@ -236,6 +236,7 @@ class TestSecure:
             if message.metadata.src_node_id != 1:
                 assert not any(len(record) for record in message.content.array_records.values())
 
+    @pytest.mark.slow
     def test_two_runs_of_masks_have_nothing_in_common(self, data, tmp_path):
         algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
         agreed = agreement([self.phase(algorithm, rounds=1)], data, secure=flower.Secure())
@@ -306,6 +307,7 @@ class TestSecure:
         for k, held in enumerate(states(agreed, data, tmp_path, 1)):  # they were tuned all the same
             assert held is not None, k
 
+    @pytest.mark.slow
     def test_state_stays_at_sites(self, data, tmp_path):
         algorithm = scaffold.algorithm(toys.task, toys.opt, plan=toys.PLAN)
         agreed = agreement([self.phase(algorithm, 4)], data, secure=flower.Secure())

@@ -57,6 +57,7 @@ def test_tests_do_not_wait_longer_than_rounds_for_a_silent_site(data, tmp_path):
     assert time.monotonic() - began < 150
 
 
+@pytest.mark.slow
 def test_a_site_without_a_round_of_a_stage_is_told_so(data, tmp_path):
     tune = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
     agreed = agreement([flower.Phase(FEDAVG, ROUNDS), flower.Phase(tune, TUNE, name='personal')], data)
@@ -168,6 +169,7 @@ def test_sites_have_no_more_examples_than_was_agreed(data, tmp_path):
             flower.server_app(agreed, tmp_path, sizes=wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('weight', [-1.0, 1e6])
 def test_classes_weigh_no_more_than_a_sites_examples(data, tmp_path, weight):
     """Means by class divide by what sites say that they hold of each."""
@@ -220,6 +222,7 @@ def test_changes_too_small_for_half_precision_travel_whole():
     np.testing.assert_array_equal(_wire.unpack(record, a, 'a site')['late'], a['late'])
 
 
+@pytest.mark.slow
 def test_classes_that_fednh_weighs_by_agreement_are_taken(tmp_path):
     """A site with one example of a class may weigh it by e."""
     x = np.eye(4, 12, dtype=np.float32)

@@ -80,6 +80,7 @@ def test_rounds_are_those_of_data_on_the_device(name, chunk, both):
         toys.same(left, right)
 
 
+@pytest.mark.slow
 def test_what_knows_nothing_of_it_takes_all_of_it(both):
     """A round that is not given a part, compiled or not."""
     here, away = both
@@ -124,6 +125,7 @@ def test_a_part_holds_its_clients_and_nothing_else(both):
     assert not np.asarray(part.data.x[29:]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('stored', [False, True])
 def test_runs_and_their_resumption_are_the_same(stored, both, tmp_path):
     here, away = both

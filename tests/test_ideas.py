@@ -52,6 +52,7 @@ def made_up(ideas):
     }
 
 
+@pytest.mark.slow
 def test_class_vectors_turn_away_from_each_other_where_clients_differ(ideas, small):
     found = ideas.measured.drift(small)
     assert found.even.shape == found.uneven.shape == (6, 3, 2)
@@ -63,6 +64,7 @@ def test_class_vectors_turn_away_from_each_other_where_clients_differ(ideas, sma
     assert f'{uneven[0]:.2f} as drawn' in ideas.measured.told(found)[1]
 
 
+@pytest.mark.slow
 def test_layers_agree_less_the_later_they_are_and_where_clients_differ(ideas, small):
     found = ideas.measured.agreement(small)
     (_, even), (_, uneven) = found.layers.items()
@@ -100,6 +102,7 @@ def test_pictures_are_drawn_and_told(ideas, made_up, name):
     assert ideas.measured.told(made_up[name])
 
 
+@pytest.mark.slow
 def test_the_program_writes_light_and_dark_pictures(ideas, made_up, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(ideas.PICTURES, 'fednh', (lambda setting: made_up['fednh'], ideas.drawn.draw_meaning))
     monkeypatch.setattr(sys, 'argv', ['ideas.py', '--quick', '--only', 'fednh', '--out', str(tmp_path / 'new')])

@@ -23,10 +23,6 @@ CHECKS = {
 }
 
 
-def slow(name):
-    return pytest.param(name, marks=[pytest.mark.slow] if CHECKS[name].SLOW else [])
-
-
 def shipped(name):
     return nbformat.read(ROOT / 'examples' / f'{name}.ipynb', as_version=4)
 
@@ -43,7 +39,8 @@ def test_every_notebook_has_its_checks():
     assert list(CHECKS) == NAMES
 
 
-@pytest.mark.parametrize('name', [slow(name) for name in CHECKS])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', CHECKS)
 def test_it_runs_and_shows_what_its_text_says(name, tmp_path):
     notebook = shipped(name)
     notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[name].NUMBERS))

@@ -100,6 +100,7 @@ def mine(tmp_path_factory, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_it_is_proven_in_one_line(mine):
     testing.check(mine.algorithm(toys.task, local.sgd(0.05), plan=local.Plan(16, 2)))
 
@@ -141,6 +142,7 @@ def test_the_command_line_takes_it_with_its_options(tmp_path, capsys):
     assert told['half']['personal_accuracy'] > 0
 
 
+@pytest.mark.slow
 def test_a_study_takes_it_beside_others(tmp_path):
     path = tmp_path / 'mine.toml'
     path.write_text(
@@ -249,6 +251,7 @@ def test_a_first_model_that_looks_at_examples_sees_them_wherever_they_are(tmp_pa
     assert [one['global_accuracy'] for one in together] == [one['global_accuracy'] for one in alone]
 
 
+@pytest.mark.slow
 def test_clients_count_as_asked_where_the_factory_can_say_so(tmp_path):
     setting = Setting(**DIGITS, algorithm='steps.halved:METHOD')
     assert experiments.run(setting, tmp_path, progress=False)['global_accuracy'] > 0
@@ -289,6 +292,7 @@ def test_what_is_none_is_refused_early_in_one_line(name, said):
     assert '\n' not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_general_model_predicts_as_its_method_does(tmp_path):
     """And not as the stage that makes personal models of it; after `load`, too."""
     plain = experiments.run(Setting(**DIGITS, algorithm='fedavg', lr=0.1), tmp_path / 'plain', progress=False)

@@ -133,6 +133,7 @@ def test_the_librarys_own_by_another_name_is_the_same_run(tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it_and_its_model_is_saved_and_loaded(mine, tmp_path, capsys):
     flags = ['--dataset', 'digits', '--max-examples', '300', '--clients', '6', '--rounds', '2', '--local-epochs', '1']
     summary = command.main([*flags, '--model', 'bodies.small:Small', '--algorithm', 'fedavg', '--out', str(tmp_path)])
@@ -183,6 +184,7 @@ def test_precision_and_pixels_reach_what_takes_them():
         features('bodies.small:MODEL', preprocess=look)
 
 
+@pytest.mark.slow
 def test_one_that_breaks_is_told_and_others_go_on(tmp_path, capsys):
     table = {
         'title': 'Mine', 'seeds': [0], 'metrics': {'general': 'global_accuracy'},
@@ -204,6 +206,7 @@ def test_one_that_breaks_is_told_and_others_go_on(tmp_path, capsys):
             networks.build(name)
 
 
+@pytest.mark.slow
 def test_devices_are_made_before_a_module_computes(mine, tmp_path):
     path = Path(mine.__file__)
     path.write_text(path.read_text() + '\nMEAN = jnp.array([0.5])\n')

@@ -141,6 +141,7 @@ def test_the_librarys_own_by_other_names_are_the_same_run(tmp_path):
     assert all(np.array(losses_of(tmp_path / 'focal')) < losses_of(tmp_path / 'named'))  # what is easy counts less
 
 
+@pytest.mark.slow
 def test_a_server_optimizer_has_a_rate_and_what_it_names(tmp_path):
     for own, named in (
         ({}, {'server_optimizer': 'sgd', 'server_lr': 0.5}),
@@ -177,6 +178,7 @@ def test_a_server_optimizer_has_a_rate_and_what_it_names(tmp_path):
             experiments.run(setting, tmp_path / given['server_optimizer'], progress=False)
 
 
+@pytest.mark.slow
 def test_random_keys_of_a_server_optimizer_are_kept(tmp_path):
     setting = Setting(**DIGITS, algorithm='fedavg', server_optimizer='pieces.some:seeded')
     summary = experiments.run(setting, tmp_path, progress=False)
@@ -198,6 +200,7 @@ def trajectory(given):
     return losses
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_them_and_the_model_is_loaded(tmp_path, capsys):
     own = {
         'head': 'pieces.some:centres', 'loss': 'pieces.some:focal', 'partition': 'pieces.some:strided',

@@ -61,6 +61,7 @@ def test_frame(tiny):
     assert moved < 0.1 < drawn
 
 
+@pytest.mark.slow
 def test_fednh(tiny):
     out = tiny('fednh', 'fednh_semantics')
     gaps = re.findall(r'(\w+): accuracy (\S+) %, semantic gap (\S+), of centred vectors (\S+)', out)

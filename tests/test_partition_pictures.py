@@ -31,6 +31,7 @@ def drawn(tmp_path_factory):
     return script.main(['--out', str(tmp_path_factory.mktemp('pictures') / 'new')])
 
 
+@pytest.mark.slow
 def test_every_partition_has_a_picture_that_is_small(drawn):
     names = set(PARTITIONS) | EXTRA
     assert {path.stem for path in drawn} == names | {f'{name}-dark' for name in names}

@@ -138,6 +138,7 @@ def test_room_grows_with_the_clients_seen_and_not_with_the_population():
     assert store.seen == 300
 
 
+@pytest.mark.slow
 def test_a_run_with_a_store_resumes(data, on_device, tmp_path):
     options = {'cohort': 3, 'chunk': 2, 'progress': False}
     begin = lambda: population.init(kept, toys.KEY, data)  # noqa: E731

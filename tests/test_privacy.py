@@ -403,6 +403,7 @@ class TestEpsilon:
         assert privacy.epsilon(0.0, 0.1, 50, 1e-5) == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('sampling', ['fixed', 'poisson'])
 def test_the_noise_of_a_promise_keeps_it_and_hardly_more(sampling):
     pytest.importorskip('dp_accounting')

@@ -323,6 +323,7 @@ def carried(tmp_path_factory):
     return known, out, *carried_out(known, out)
 
 
+@pytest.mark.slow
 def test_runs_that_are_missing_are_run_and_equal_ones_once(carried):
     known, out, busy, _, made = carried
     assert busy == []
@@ -424,6 +425,7 @@ def test_a_run_that_another_process_has_in_hand_is_left_to_it(tmp_path):
     assert runner.summary(held, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_is_left_out_by_name_and_others_go_on(tmp_path):
     methods = {
         'small': {'algorithm': 'fedavg', 'model': 'cnn'},
@@ -444,6 +446,7 @@ def test_a_run_that_cannot_be_is_left_out_by_name_and_others_go_on(tmp_path):
         assert runner.carry_out(known.some(['nowhere', 'FedAvg']), tmp_path, show=False) == left[1:]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_before_anything_is_run(tmp_path):
     """Though it is the last in line, and under whatever seed."""
     methods = {

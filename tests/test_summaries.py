@@ -121,6 +121,7 @@ def test_other_views_of_a_state_are_measured_beside_it(algorithm, name, tmp_path
     study.known_metric('heading', name, setting)
 
 
+@pytest.mark.slow
 def test_personal_parts_have_the_momentum_of_their_setting():
     rates = {}
     for momentum in (0.0, 0.5):
@@ -324,6 +325,7 @@ def test_where_the_system_does_not_tell_the_peak_is_that_of_the_process(monkeypa
     assert provenance.peak_memory()['peak_process_bytes'] > 10_000_000
 
 
+@pytest.mark.slow
 def test_runs_whose_examples_stay_on_the_host_begin_with_the_same_numbers():
     """A sparse frame is fitted in thousands of steps, which make much of how their program was rounded."""
     setting = Setting(dataset='digits', clients=4, max_examples=300, algorithm='fedloge')

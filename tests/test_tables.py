@@ -1,5 +1,6 @@
 """The published tables as studies: that they can be read and run, and that their numbers are those in print."""
 
+import functools
 import math
 from importlib import resources
 
@@ -14,11 +15,12 @@ from fedjax_nc.experiments.networks import MODELS
 from fedjax_nc.experiments.setting import Setting
 
 NAN = math.nan
+table = functools.cache(study.Study.read)  # nobody changes one
 TABLES = [
     'ccvr_1', 'ccvr_2', 'fedetf_1', 'fedetf_2', 'fedloge_1', 'fedloge_10', 'fedloge_11', 'fedloge_2', 'fedloge_3',
     'fedloge_6', 'fedloge_8', 'fedloge_9', 'fednh_1', 'fednh_2', 'gmv_1', 'gmv_2', 'gmv_3', 'gmv_4', 'gmv_5', 'gmv_6',
 ]  # fmt: skip
-SCALES = [(name, scale) for name in TABLES for scale in study.Study.read(name).scales]
+SCALES = [(name, scale) for name in TABLES for scale in table(name).scales]
 LAST = ('accuracy', 'accuracy_trained', 'many', 'medium', 'few')
 SINGLE = {
     'global_accuracy', 'global_accuracy_oracle', 'personal_accuracy', 'personal_accuracy_before',
@@ -218,9 +220,9 @@ PRINTED = {
 }  # fmt: skip
 
 
-def mean(table, method, scene, heading=None):
+def mean(which, method, scene, heading=None):
     """A published mean, by default of the first metric."""
-    read = study.Study.read(table) if isinstance(table, str) else table
+    read = table(which) if isinstance(which, str) else which
     headings = list(read.metrics)
     return read.published[method, scene][headings.index(heading) if heading else 0][0]
 
@@ -240,14 +242,14 @@ def test_all_tables_are_in_the_package():
 
 @pytest.mark.parametrize('name', TABLES)
 def test_a_table_says_where_it_is_from_and_what_it_takes(name):
-    read = study.Study.read(name)
+    read = table(name)
     assert read.title
     assert read.notes
     assert 'Table' in read.source
     assert 'arXiv' in read.source
     assert 'full' in read.scales
     for scale in read.scales:
-        told = study.Study.read(name, scale)
+        told = table(name, scale)
         assert told.about
         assert told.minutes > 0
         assert told.baseline in told.methods
@@ -258,7 +260,7 @@ def test_a_table_says_where_it_is_from_and_what_it_takes(name):
 
 @pytest.mark.parametrize(('name', 'scale'), SCALES)
 def test_settings_are_valid_and_factories_take_their_options(name, scale):
-    read = study.Study.read(name, scale)
+    read = table(name, scale)
     cells = {(run.method, run.scene) for run in read.runs}
     assert cells == {(m, s) for m in read.methods for s in read.scenes if s not in read.unavailable}
     made = {}
@@ -270,7 +272,7 @@ def test_settings_are_valid_and_factories_take_their_options(name, scale):
 
 @pytest.mark.parametrize(('name', 'scale'), SCALES)
 def test_metrics_are_names_of_the_summary(name, scale):
-    read = study.Study.read(name, scale)
+    read = table(name, scale)
     for run in read.runs:
         for heading in read.metrics:
             metric = read.metric(run.method, heading)
@@ -291,7 +293,7 @@ def test_metrics_are_names_of_the_summary(name, scale):
 
 @pytest.mark.parametrize('name', TABLES)
 def test_numbers_are_those_in_print(name):
-    read = study.Study.read(name)
+    read = table(name)
     assert len(PRINTED[name]) >= (3 if name == 'fedloge_10' else 4 if name == 'gmv_6' else 5)
     for method, scene, heading, value, deviation in PRINTED[name]:
         cell = read.published[method, scene]
@@ -303,7 +305,7 @@ def test_numbers_are_those_in_print(name):
 @pytest.mark.parametrize('name', TABLES)
 def test_every_row_has_numbers(name):
     """But for rows of smaller scales, which a table does not have."""
-    read = study.Study.read(name)
+    read = table(name)
     assert {method for method, _ in read.published} == set(read.methods)
     assert {scene for _, scene in read.published} == set(read.scenes)
     for cell in read.published.values():
@@ -315,7 +317,7 @@ def test_every_row_has_numbers(name):
 
 def test_stages_of_a_method_share_a_run():
     for name, shared in (('fedloge_3', 2), ('ccvr_2', 25)):
-        read = study.Study.read(name)
+        read = table(name)
         assert len({run.setting.digest for run in read.runs if run.seed == 0}) == shared
 
 
@@ -331,23 +333,23 @@ class TestWhatThePapersSayOfTheirNumbers:
 
     def test_ditto_has_the_generic_model_of_fedavg(self):
         for name in ('fednh_1', 'fedetf_1'):
-            read = study.Study.read(name)
+            read = table(name)
             for scene in read.scenes:
                 assert read.published['Ditto', scene][0] == read.published['FedAvg', scene][0]
 
     def test_creff_has_the_local_models_of_fedavg(self):
-        read = study.Study.read('fednh_1')
+        read = table('fednh_1')
         for scene in read.scenes:
             for heading in ('PM(V)', 'PM(L)'):
                 assert mean(read, 'CReFF', scene, heading) == mean(read, 'FedAvg', scene, heading)
 
     def test_personal_accuracies_of_both_fednh_tables_agree(self):
-        first, second = study.Study.read('fednh_1'), study.Study.read('fednh_2')
+        first, second = table('fednh_1'), table('fednh_2')
         for method, scene in second.published:
             assert mean(second, method, scene) == mean(first, method, scene, 'PM(L)')
 
     def test_deviations_of_fednh_repeat(self):
-        read = study.Study.read('fednh_1')
+        read = table('fednh_1')
         for method in ('Local', 'FedAvg', 'FedPer', 'Ditto', 'FedRep', 'FedProto', 'FedROD', 'FedNH'):
             for beta in ('0.3', '1.0'):
                 cells = {
@@ -360,7 +362,7 @@ class TestWhatThePapersSayOfTheirNumbers:
             'FedAvg': (1.8, 0.8, -1.1), 'SCAFFOLD': (9.0, 3.5, 1.4), 'FedNova': (1.5, 0.0, 0.5),
             'FedOpt': (0.9, 0.1, 1.2), 'MOON': (1.0, 0.1, 0.7),
         }  # fmt: skip
-        read = study.Study.read('gmv_2')
+        read = table('gmv_2')
         for method, gains in printed.items():
             for scene, gain in zip(read.scenes, gains, strict=True):
                 found = mean(read, f'{method} + ETF', scene) - mean(read, method, scene)
@@ -368,7 +370,7 @@ class TestWhatThePapersSayOfTheirNumbers:
             assert f'{method} {" / ".join(f"{gain:+.1f}" if gain else "0.0" for gain in gains)}' in read.notes[0]
 
     def test_tables_of_gmv_agree(self):
-        scenes = study.Study.read('gmv_2').scenes
+        scenes = table('gmv_2').scenes
         for method in ('FedAvg', 'SCAFFOLD', 'FedNova', 'FedOpt', 'MOON'):
             for scene in scenes:
                 assert mean('gmv_1', method, scene) == mean('gmv_2', method, scene)
@@ -379,7 +381,7 @@ class TestWhatThePapersSayOfTheirNumbers:
                 == mean('gmv_2', 'FedAvg', scene)
             )
             assert mean('gmv_5', 'ETF of length 1.0', scene) == mean('gmv_4', '+ETF', f'{scene}, E=2')
-        third, fourth = study.Study.read('gmv_3'), study.Study.read('gmv_4')
+        third, fourth = table('gmv_3'), table('gmv_4')
         for scene in third.scenes:
             assert mean(third, 'ETF only', scene) == mean(fourth, '+ETF', scene)
             best = max(mean(third, method, scene) for method in third.methods)
@@ -391,21 +393,21 @@ class TestWhatThePapersSayOfTheirNumbers:
         assert mean('gmv_6', 'FedETF', 'FEMNIST, E=5') - mean('gmv_6', 'none', 'FEMNIST, E=5') == pytest.approx(6.3)
 
     def test_options_of_gmv_are_those_of_its_rows(self):
-        for run in study.Study.read('gmv_3').runs:
+        for run in table('gmv_3').runs:
             if run.method != 'ETF only':
                 options = run.setting.options
                 assert run.method == f'alpha = {options["alpha"]}, from {options["warm"]}'
                 assert options['collect'] == options['warm'] - 1
 
     def test_groups_of_fedloge_add_up(self):
-        for cell in study.Study.read('fedloge_9').published.values():
+        for cell in table('fedloge_9').published.values():
             many, medium, few, every = (value for value, _ in cell)
             assert every == pytest.approx(0.27 * many + 0.26 * medium + 0.47 * few, abs=0.01)
-        many, medium, few, every = (value for value, _ in study.Study.read('fedloge_8').published['ETF', LT])
+        many, medium, few, every = (value for value, _ in table('fedloge_8').published['ETF', LT])
         assert every == pytest.approx(0.25 * many + 0.25 * medium + 0.5 * few, abs=0.02)
 
     def test_fedloge_leads(self):
-        read = study.Study.read('fedloge_1')
+        read = table('fedloge_1')
         for scene in read.scenes:
             for heading in read.metrics:
                 values = {method: mean(read, method, scene, heading) for method in read.methods}
@@ -413,14 +415,12 @@ class TestWhatThePapersSayOfTheirNumbers:
 
     def test_tables_of_fedloge_repeat_their_setting(self):
         for method, other in (('FedAvg', 'FedAvg'), ('FedROD', 'FedRoD'), ('FedETF', 'FedETF'), ('FedLoGe', 'FedLoGe')):
-            first = study.Study.read('fedloge_1').published[method, LT]
-            np.testing.assert_equal(study.Study.read('fedloge_11').published[other, '40 clients, 100 %'], first)
-        np.testing.assert_equal(
-            study.Study.read('fedloge_3').published['ETF', LT], study.Study.read('fedloge_1').published['FedETF', LT]
-        )
+            first = table('fedloge_1').published[method, LT]
+            np.testing.assert_equal(table('fedloge_11').published[other, '40 clients, 100 %'], first)
+        np.testing.assert_equal(table('fedloge_3').published['ETF', LT], table('fedloge_1').published['FedETF', LT])
 
     def test_variance_of_angles_grows_with_lengths(self):
-        read = study.Study.read('fedloge_6')
+        read = table('fedloge_6')
         for beta in ('0.6', '0.4'):
             values = [
                 mean(read, f'beta = {beta}, gamma = {gamma}', SIZE, 'Var angle') for gamma in ('0.5', '1.0', '1.5')
@@ -434,7 +434,7 @@ class TestWhatThePapersSayOfTheirNumbers:
             'FedAvg, oracle': (3.89, 6.15, 5.20, 0.59, 13.27), 'FedProx, oracle': (3.19, 5.70, 4.33, 0.37, 12.58),
             'FedAvgM, oracle': (4.30, 5.02, 5.13, 0.51, 12.42), 'MOON, oracle': (1.57, 7.58, 8.23, 0.54, 7.71),
         }  # fmt: skip
-        read = study.Study.read('ccvr_2')
+        read = table('ccvr_2')
         for method, printed in gains.items():
             base = method.replace(' + CCVR', '').replace(', oracle', '')
             for i, (scene, gain) in enumerate(zip(read.scenes, printed, strict=True)):
@@ -450,7 +450,7 @@ class TestWhatThePapersSayOfTheirNumbers:
             '+ clsnorm': (1.03, 0.39, -0.59), '+ clsprox': (0.20, 0.49, 0.05),
             '+ clsnorm + clsprox': (0.13, 0.25, 0.06), '+ calibration, whole data': (3.89, 6.15, 5.20),
         }  # fmt: skip
-        read = study.Study.read('ccvr_1')
+        read = table('ccvr_1')
         for method, printed in gains.items():
             for scene, gain in zip(read.scenes, printed, strict=True):
                 assert mean(read, method, scene) - mean(read, 'FedAvg', scene) == pytest.approx(gain, abs=0.006)
@@ -459,7 +459,7 @@ class TestWhatThePapersSayOfTheirNumbers:
 
 def test_rows_of_tiny_imagenet_have_what_their_authors_gave_them():
     for name in ('fednh_1', 'fednh_2'):
-        runs = {(run.method, run.scene): run.setting for run in study.Study.read(name).runs if run.seed == 0}
+        runs = {(run.method, run.scene): run.setting for run in table(name).runs if run.seed == 0}
         for scene in {scene for _, scene in runs}:
             tiny = scene.startswith('Tiny')
             fedrod, fednh = runs['FedROD', scene], runs['FedNH', scene]

@@ -288,6 +288,7 @@ def images():
     return federate(x, y, np.split(np.arange(len(y)), np.cumsum(sizes)[:-1]), 4, allow_empty=True)
 
 
+@pytest.mark.slow
 def test_any_algorithm_on_any_data_can_be_proven():
     mine = centroids()
     testing.check(mine, images())
@@ -299,6 +300,7 @@ def test_any_algorithm_on_any_data_can_be_proven():
     testing.check(moving, images(), skip=[clause for clause in testing.CLAUSES if clause != 'trace'])
 
 
+@pytest.mark.slow
 def test_options_say_what_an_algorithm_is_not():
     play = testing.Play(KEEPING, CLIENTS, generic=False)
     assert not testing.predict(play)
@@ -314,6 +316,7 @@ class Signed(NamedTuple):
     loss: jax.Array
 
 
+@pytest.mark.slow
 def test_a_server_may_know_clients_by_numbers_that_they_send():
     """Their losses are added in the order of their numbers, each times its rank, whatever their slots."""
 
@@ -351,6 +354,7 @@ def test_infinity_may_stay_where_it_was():
     assert not testing.finite(play)
 
 
+@pytest.mark.slow
 def test_a_sound_algorithm_passes_whole_and_stages_begin_with_a_state_of_training():
     testing.check(SOUND, state=simulate.init(SOUND, toys.KEY, CLIENTS))
     trained = simulate.init(SOUND, toys.KEY, CLIENTS)
@@ -373,6 +377,7 @@ def test_bad_arguments_are_refused(call, said):
         call()
 
 
+@pytest.mark.slow
 def test_it_leaves_no_file_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(testing.tempfile, 'tempdir', str(tmp_path))
     assert not testing.resumed(testing.Play(SOUND, CLIENTS))

@@ -73,6 +73,7 @@ def test_a_pause_between_checkpoints_leaves_out_all_but_the_first_and_the_last(d
         run(data, 4, checkpoint_pause=-1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('enough', [
     lambda row, state: row['round'] == 1,
     lambda row, state: np.float32(row['loss']) > 0,
@@ -427,6 +428,7 @@ def test_a_plan_of_jax_arrays_is_refused():
         fedavg.algorithm(toys.task, toys.opt, plan=local.Plan(jnp.int32(16), 1))
 
 
+@pytest.mark.slow
 def test_without_jit_a_run_can_be_debugged(data):
     small = toys.ragged([9, 5])
     plan = local.Plan(8, 1)

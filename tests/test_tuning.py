@@ -168,6 +168,7 @@ def test_narrower_lanes_are_extrapolated_by_what_they_compute_and_remembered(mon
     assert tuning.Choice.of(json.loads(json.dumps(choice._asdict()))) == choice
 
 
+@pytest.mark.slow
 def test_what_is_far_behind_is_timed_once(monkeypatch):
     seen, real = [], tuning.Trial.call
 

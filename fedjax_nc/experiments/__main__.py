@@ -98,10 +98,8 @@ def board(run: Run, folder: Path) -> contextlib.AbstractContextManager[training.
 
 def line(table: Study) -> str:
     """A published table in one line: name, title, rows, and what each scale costs."""
-    costs = []
-    for scale in table.scales:
-        minutes = Study.read(table.name, scale)
-        costs.append(f'{scale} {cost(minutes)}')
+    of_scales = (table if scale == table.scale else Study.read(table.name, scale) for scale in table.scales)
+    costs = [f'{smaller.scale} {cost(smaller)}' for smaller in of_scales]
     return f'{table.name:<12} {table.title}; {len(table.methods)} rows; {", ".join(costs)}'
 
 

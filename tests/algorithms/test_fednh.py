@@ -158,6 +158,7 @@ def test_rho_one_is_feduh_and_a_frozen_scale_stays(data):
     assert float(still.server.variables.fixed['scale']) == 30.0
 
 
+@pytest.mark.slow
 def test_latest_models_are_the_local_ones_with_the_received_prototypes(data):
     algorithm = latest.keep(fednh.algorithm(toys.tiny, toys.opt, plan=toys.PLAN))
     plain, _ = run(fednh.algorithm(toys.tiny, toys.opt, plan=toys.PLAN), data, 1, toys.optimised)
@@ -176,6 +177,7 @@ def test_latest_models_are_the_local_ones_with_the_received_prototypes(data):
     assert evaluate.accuracy(tables)[took].mean() > evaluate.accuracy(shared)[took].mean()
 
 
+@pytest.mark.slow
 def test_augmented_means_see_the_batch_key(data):
     plain, _ = run(fednh.algorithm(toys.noisy, toys.opt, plan=toys.PLAN), data, 1, toys.optimised)
     noisy, _ = run(fednh.algorithm(toys.noisy, toys.opt, plan=toys.PLAN, augment=True), data, 1, toys.optimised)

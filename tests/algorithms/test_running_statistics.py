@@ -153,6 +153,7 @@ def test_fedproxs_anchor_holds_scales_of_norms_and_no_statistics(population):
     assert penalty(v._replace(params={**v.params, 'body': moved})) == pytest.approx(8)  # eight scales
 
 
+@pytest.mark.slow
 def test_fedloges_realignment_leaves_statistics_alone(population):
     """Heads are tuned on features in evaluation mode, and the server stands still."""
     train = fedloge.algorithm(toys.normed, opt, plan=toys.PLAN)

@@ -3,7 +3,6 @@
 from typing import Any
 
 PICTURES = 6
-SLOW = False
 
 NUMBERS = """
 import json

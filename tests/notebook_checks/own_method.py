@@ -3,7 +3,6 @@
 from typing import Any
 
 PICTURES = 4
-SLOW = True
 
 NUMBERS = """
 import json
