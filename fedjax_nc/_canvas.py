@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart by all readers, darkest first; line style and marker repeat the distinction. The
 # numbers of colours, dashes and markers have no common divisor: of any 35 curves, no two share two of the three.
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
+TEN = (*COLORS, '#882255', '#999933', '#7f7f7f')  # for classes
 DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = 'osD^vPX*'
 FILLS = ('full', 'none', 'left')  # of markers: where colours come again, and once more

@@ -320,6 +320,74 @@ def boxes(panels: Mapping[str, Mapping[str, ArrayLike]], *, ylabel: str = 'test 
     return figure
 
 
+def points(panels: Mapping[str, tuple[ArrayLike, ArrayLike]], *, class_names: Sequence[str] | None = None) -> 'Figure':
+    """Draws points of classes, such as features of `evaluate.features` in the two dimensions of t-SNE or a plane.
+
+    Up to 20 classes have a colour and a mark each, and a legend; more have an order of colours, and a bar beside them.
+    Axes have no numbers, and the same scale in both directions.
+
+    Args:
+        panels: title -> (places [n, 2], labels [n] int in [0, C)).
+        class_names: C names; by default numbers, as many as the labels need.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: if there is no panel, or for places or labels of other shapes, or a label without a name.
+        ImportError: without matplotlib.
+
+    Example:
+      >>> import numpy as np
+      >>> from fedjax_nc import plots
+      >>> z, y = np.random.default_rng(0).normal(size=(30, 5)), np.arange(30) % 3
+      >>> _, _, axes = np.linalg.svd(z - z.mean(0), full_matrices=False)  # principal ones first
+      >>> figure = plots.points({'features': (z @ axes[:2].T, y)}, class_names=['cat', 'dog', 'eel'])
+      >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+      ['cat', 'dog', 'eel']
+    """
+    read = {title: _places(title, *given) for title, given in panels.items()}
+    most = max((int(labels.max(initial=-1)) for _, labels in read.values()), default=-1) + 1
+    names = [str(c) for c in range(most)] if class_names is None else [str(name) for name in class_names]
+    if most > len(names):
+        raise ValueError(f'a label is {most - 1}, and there are {len(names)} class names.')
+    figure, row = _canvas.axes_in_a_row(3.3, 3.3, len(read))
+    for axes, (title, (places, labels)) in zip(row, read.items(), strict=True):
+        if len(names) > 20:
+            drawn = axes.scatter(
+                places[:, 0], places[:, 1], c=labels, cmap='viridis', vmin=0, vmax=len(names) - 1, s=8, linewidths=0
+            )
+        for c in np.unique(labels) if len(names) <= 20 else ():
+            x, y = places[labels == c].T
+            axes.scatter(
+                x, y, s=11, alpha=0.65, linewidths=0, label=_canvas.label(names[c]),
+                color=_canvas.TEN[c % len(_canvas.TEN)], marker=_canvas.MARKERS[c % len(_canvas.MARKERS)],
+            )  # fmt: skip
+        axes.set(xticks=[], yticks=[])
+        axes.set_aspect('equal', adjustable='datalim')
+        axes.spines[:].set_visible(False)
+        axes.set_title(title, fontsize=10, color=_canvas.INK)
+    if len(names) > 20:
+        bar = figure.colorbar(drawn, ax=row, pad=0.02)
+        bar.set_label('class', color=_canvas.INK)
+        _canvas.ticks(bar.set_ticks, names)
+        bar.ax.tick_params(length=0, colors=_canvas.INK)
+        bar.outline.set_visible(False)
+    else:
+        _canvas.legend(figure, row, 3, length=1)
+    return figure
+
+
+def _places(title: str, places: ArrayLike, labels: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Points and their labels as arrays; refused if they are none."""
+    where, which = np.asarray(places, float), np.asarray(labels)
+    if where.ndim != 2 or where.shape[1] != 2 or which.shape != (len(where),):
+        raise ValueError(f'{title!r} needs places [n, 2] and labels [n]; shapes: {where.shape} and {which.shape}.')
+    if not np.issubdtype(which.dtype, np.integer) or which.min(initial=0) < 0:
+        raise ValueError(f'{title!r} needs labels that are whole numbers from 0.')
+    return where, which
+
+
 def dark(figure: 'Figure') -> 'Figure':
     """The same figure for a dark page.
 

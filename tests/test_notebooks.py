@@ -1,8 +1,7 @@
 """The notebooks as a reader runs them, and as they are shipped.
 
 `notebook_checks/NAME.py` says of examples/NAME.ipynb: `NUMBERS`, the source of a cell that is run after all others and
-prints one line of JSON; `check(seen)`, whether these numbers support the text; `PICTURES`, how many there are; and
-`SLOW`, False for what takes less than 20 seconds alone.
+prints one line of JSON; `check(seen)`, whether these numbers support the text; and `PICTURES`, how many there are.
 """
 
 import importlib

@@ -420,3 +420,48 @@ else:
     raise AssertionError
 """
     subprocess.run([sys.executable, '-c', program], check=True)
+
+
+def test_points_have_the_look_of_their_class():
+    rng = np.random.default_rng(0)
+    places, labels = rng.normal(size=(40, 2)), np.arange(40) % 4
+    figure = plots.points(
+        {'a': (places, labels), 'b': (places[:6], labels[:6])}, class_names=['w', 'x', 'y', 'z', 'none']
+    )
+    first, second = figure.axes
+    for c, drawn in enumerate(first.collections):
+        np.testing.assert_array_equal(drawn.get_offsets(), places[labels == c])
+        other = second.collections[c]
+        np.testing.assert_array_equal(drawn.get_facecolor(), other.get_facecolor())
+        assert len(other.get_offsets()) == np.sum(labels[:6] == c)
+    assert len({tuple(drawn.get_facecolor()[0]) for drawn in first.collections}) == 4
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ['w', 'x', 'y', 'z']  # nobody is of the fifth
+    assert png(plots.dark(figure)).startswith(b'\x89PNG')
+
+
+def test_points_of_many_classes_have_a_bar():
+    places, labels = np.random.default_rng(0).normal(size=(90, 2)), np.arange(90) % 30
+    figure = plots.points({'a': (places, labels)})
+    (drawn,) = figure.axes[0].collections
+    np.testing.assert_array_equal(drawn.get_array(), labels)
+    assert figure.axes[1].get_ylabel() == 'class'
+
+
+@pytest.mark.parametrize(
+    ('places', 'labels', 'names', 'said'),
+    [
+        (np.zeros((3, 3)), [0, 1, 2], None, r'needs places \[n, 2\] and labels \[n\]; shapes: \(3, 3\)'),
+        (np.zeros((3, 2)), [0, 1], None, r'shapes: \(3, 2\) and \(2,\)'),
+        (np.zeros((3, 2)), [0, 1, -1], None, 'whole numbers from 0'),
+        (np.zeros((3, 2)), [0.0, 1.0, 2.0], None, 'whole numbers from 0'),
+        (np.zeros((3, 2)), [0, 1, 2], ['a', 'b'], 'a label is 2, and there are 2 class names'),
+    ],
+)
+def test_points_that_are_none(places, labels, names, said):
+    with pytest.raises(ValueError, match=said):
+        plots.points({'a': (places, labels)}, class_names=names)
+
+
+def test_points_need_a_panel():
+    with pytest.raises(ValueError, match='`panels` is empty'):
+        plots.points({})
