@@ -158,6 +158,29 @@ def test_what_spoils_the_model_is_hinted_at_when_honest_sites_fail(data, tmp_pat
         deploy(agreed, Loopback(sites(agreed, data, tmp_path), broken), tmp_path / 'server', patience)
 
 
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_what_ends_a_run_says_why_messages_were_refused(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+
+    def full(node, message, reply):
+        return (
+            reply if message.metadata.message_type != 'train.round' else Message(Error(2, 'no disk'), reply_to=message)
+        )
+
+    grid = Loopback(sites(agreed, data, tmp_path), full)
+    with pytest.raises(RuntimeError, match=r'3 were refused, the first of them because site \d .*: no disk$'):
+        deploy(agreed, grid, tmp_path / 'server', flower.Patience(0.2, None, 0.5))
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+@pytest.mark.parametrize(('hello', 'limit'), [(0.1, 'hello'), (9.0, 'start')])
+def test_the_limit_that_was_too_short_is_named(data, tmp_path, hello, limit):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    grid = Loopback(sites(agreed, data, tmp_path), away((101, 102, 103), ('query.hello',)))
+    with pytest.raises(RuntimeError, match=f'3 nodes are there .* raise Patience.{limit}'):
+        deploy(agreed, grid, tmp_path / 'server', flower.Patience(0.2, None, 0.3, hello))
+
+
 def test_sites_have_no_more_examples_than_was_agreed(data, tmp_path):
     agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
     grid = Loopback(sites(agreed, data, tmp_path))

@@ -333,11 +333,13 @@ class Server:
                 _sites.warn(f'round {asking.round}: {faults[-1]}; the round goes on without it')
         told |= {'sites': len(replies), 'refused': len(faults), 'bytes_up': sum(up.values())}
         enough = f'{len(replies)} of at least {self.least} sites answered' if len(replies) < self.least else ''
-        if enough and told['refused'] == len(messages) > 1:
-            enough += (
-                ', and what all others sent was refused. If that was for numbers that are not finite, a message of an '
-                'earlier round may have spoilt the model: go back to a copy of the run, with a lower `most`'
-            )
+        if enough and faults:
+            enough += f', and {len(faults)} were refused, the first of them because {faults[0]}'
+            if len(faults) == len(messages) > 1 and all(' goes to ' in fault for fault in faults):
+                enough += (
+                    '. A message of an earlier round may have spoilt the model: go back to a copy of the run, with a '
+                    'lower `most`'
+                )
         each = {'refused': faults, 'bytes_up': up, 'bytes_down': sent, 'seconds': took}
         return Answers(ids, sorted(replies), replies, None, told, each, enough)
 

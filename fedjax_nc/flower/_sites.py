@@ -64,7 +64,7 @@ class Sites:
                 break
             time.sleep(min(0.5, seconds / 10))
         if len(self.node) < least:
-            why = self.reasons(min(hello, seconds))
+            why = self.reasons(min(hello, seconds), 'hello' if hello <= seconds else 'start')
             raise RuntimeError(f'{len(self.node)} of at least {least} sites said hello within {seconds:.0f} s{why}')
         if self.first is None:
             self.first = self.sizes.copy()
@@ -82,12 +82,14 @@ class Sites:
         warn(f'site {client}, node {node}, takes no part: {why}')
         self.save()
 
-    def reasons(self, hello: float) -> str:
-        """Why nodes that are there take no part."""
+    def reasons(self, seconds: float, limit: str) -> str:
+        """Why nodes that are there take no part, of which some may not have answered within a limit of `Patience`."""
         told = '; '.join(f'node {node}: {why}' for node, why in sorted(self.why.items()))
         if silent := sorted(set(self.later) - set(self.why)):
             many = f'{len(silent)} nodes are' if len(silent) > 1 else 'a node is'
-            told += f'{"; " if told else ""}{many} there and did not answer within {hello:g} s: raise Patience.hello'
+            told += (
+                f'{"; " if told else ""}{many} there and did not answer within {seconds:g} s: raise Patience.{limit}'
+            )
         return f' ({told})' if told else ': are they started?'
 
     def greet(self, seconds: float) -> None:
