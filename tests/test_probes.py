@@ -67,7 +67,7 @@ def cosines(a, b):
     return a @ b.T / np.linalg.norm(a, axis=1)[:, None] / np.linalg.norm(b, axis=1)
 
 
-@pytest.mark.parametrize('algorithm', ['fedetf', 'fednh'])
+@pytest.mark.parametrize('algorithm', ['fedetf', pytest.param('fednh', marks=pytest.mark.slow)])
 def test_collapse_and_others_are_those_of_the_model_that_is_kept(algorithm, tmp_path):
     setting = Setting(**DIGITS, algorithm=algorithm, probes=['collapse', 'loss', 'top5', 'f1'])
     summary = experiments.run(setting, tmp_path, progress=False)
@@ -105,9 +105,18 @@ def test_collapse_and_others_are_those_of_the_model_that_is_kept(algorithm, tmp_
     assert not [name for name in plain if 'nc1' in name]
 
 
+QUICK = ('fedavg', 'fedetf', 'fedetf_gmv', 'fednh', 'creff')
+WITHOUT = ('fedbn', 'fedproto', 'solo')  # which needs BatchNorm, and those without a generic model
+
+
 @pytest.mark.parametrize(
-    'algorithm', [name for name in recipes.RECIPES if name not in ('fedbn', 'fedproto', 'solo')]
-)  # which needs BatchNorm, and those without a generic model
+    'algorithm',
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in recipes.RECIPES
+        if name not in WITHOUT
+    ],
+)
 def test_every_method_with_a_generic_model_has_features_and_class_vectors(algorithm):
     setting = Setting(**DIGITS, algorithm=algorithm)
     loaded = scene.load(setting)
