@@ -17,8 +17,8 @@ from fedjax_nc.experiments.study import Study
 Panels = dict[str, dict[str, Any]]
 """title -> name -> what is drawn."""
 CALLED = {
-    'nc1': 'NC1, scatter within classes / between', 'nc2': 'NC2, gap to the angles of a simplex',
-    'nc3': 'NC3, cosine to the class vector', 'test_loss': 'test loss', 'top5_accuracy': 'top-5 accuracy [%]',
+    'nc1': 'NC1, scatter within / between', 'nc2': 'NC2, gap to simplex angles',
+    'nc3': 'NC3, cosine to class vector', 'test_loss': 'test loss', 'top5_accuracy': 'top-5 accuracy [%]',
     'macro_f1': 'macro F1 score',
 }  # fmt: skip
 """What probes' numbers are called beside an axis."""
