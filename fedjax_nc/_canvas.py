@@ -92,6 +92,17 @@ def legend(figure: 'Figure', row: Sequence['Axes'], most: int, length: float = 3
     )  # fmt: skip
 
 
+def class_bar(figure: Any, drawn: Any, row: Sequence['Axes'], names: list[str]) -> None:
+    """The colours of classes beside a row of axes, with their names."""
+    bar = figure.colorbar(drawn, ax=row, pad=0.02)
+    bar.set_label('class', color=INK)
+    bar.ax.set_facecolor(PAPER)
+    ticks(bar.set_ticks, names)
+    bar.minorticks_off()
+    bar.ax.tick_params(length=0, colors=INK)
+    bar.outline.set_visible(False)
+
+
 def ticks(set_ticks: Any, names: list[str]) -> None:
     step = next((n for n in (1, 2, 5, 10, 20, 50, 100) if len(names) <= 12 * n), 200)
     shown = range(0, len(names), step)

@@ -368,11 +368,7 @@ def points(panels: Mapping[str, tuple[ArrayLike, ArrayLike]], *, class_names: Se
         axes.spines[:].set_visible(False)
         axes.set_title(title, fontsize=10, color=_canvas.INK)
     if len(names) > 20:
-        bar = figure.colorbar(drawn, ax=row, pad=0.02)
-        bar.set_label('class', color=_canvas.INK)
-        _canvas.ticks(bar.set_ticks, names)
-        bar.ax.tick_params(length=0, colors=_canvas.INK)
-        bar.outline.set_visible(False)
+        _canvas.class_bar(figure, drawn, row, names)
     else:
         _canvas.legend(figure, row, 3, length=1)
     return figure
@@ -539,10 +535,4 @@ def _bars(axes: 'Axes', counts: np.ndarray, names: list[str]) -> None:
     axes.set_ylabel('examples')
     figure = axes.get_figure()
     assert figure is not None
-    bar = figure.colorbar(ScalarMappable(norm, colors), ax=axes, pad=0.02)
-    bar.set_label('class', color=_canvas.INK)
-    bar.ax.set_facecolor(_canvas.PAPER)
-    _canvas.ticks(bar.set_ticks, names)
-    bar.minorticks_off()
-    bar.ax.tick_params(length=0, colors=_canvas.INK)
-    bar.outline.set_visible(False)
+    _canvas.class_bar(figure, ScalarMappable(norm, colors), [axes], names)

@@ -126,7 +126,7 @@ def test_every_method_with_a_generic_model_has_features_and_class_vectors(algori
     if algorithm == 'fedloge':  # whose realigned head has other vectors than the frame that features are trained to
         predictor = recipe.train
     x, y, variables = loaded[0].x_test, loaded[0].y_test, recipe.variables(state.server)
-    z, vectors = probes.Seen(predictor, state, recipe.task, variables, x, y, *loaded[1:]).aligned
+    z, vectors = probes.Seen(predictor, state, recipe.task, variables, x, y, *loaded[1:], None).aligned
     logits = np.asarray(predictor.predict(state.server, None, x), np.float64)
     products = np.asarray(z, np.float64) @ np.asarray(vectors, np.float64)
     if algorithm in ('fedetf', 'fednh', 'feduh'):  # which compare angles
@@ -206,9 +206,8 @@ def test_a_study_knows_the_names_of_the_librarys_probes():
 )
 def test_what_is_wrong_with_ones_own_shows_before_a_round(name, said, tmp_path):
     setting = Setting(**DIGITS, algorithm='fedavg', probes=['collapse', f'looks.some:{name}'])
-    with pytest.raises(ValueError, match=re.escape(f'probe looks.some:{name}') + ' .*|: ' + re.escape(said)) as error:
+    with pytest.raises(ValueError, match=rf'^probe looks\.some:{name}\b.*{re.escape(said)}'):
         experiments.run(setting, tmp_path, progress=False)
-    assert said in str(error.value)
     assert not (tmp_path / 'metrics.jsonl').exists()
 
 

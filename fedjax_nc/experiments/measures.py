@@ -83,7 +83,10 @@ class Measures:
         state = simulate.compiled_init(self.recipe.train)(self.k_init, train)
         same_model(self.recipe, self.setting.label, state, train)
         if self.recipe.generic and any(name not in probes.PROBES for name in self.setting.probes):
-            self.probed(self.delivered(state))  # what is wrong with one of a user's own shows before it costs a round
+            delivered = self.delivered(state)
+            self.probed(
+                delivered, self.table(*delivered)
+            )  # what is wrong with one of a user's own shows before it costs a round
         return state
 
     def delivered(self, state: State) -> tuple[Algorithm, State]:
@@ -119,21 +122,21 @@ class Measures:
         for name, view in self.recipe.views.items():
             seen[f'accuracy_{name}'] = evaluate.accuracy(self.table(view, state))
         if (v := self.recipe.variables(state.server)) is None:  # of a method of one's own
-            return seen | self.probed(delivered)
+            return seen | self.probed(delivered, table)
         if 'memory' in v.fixed:
             vectors = {**v.fixed['head'], **v.params['head']}  # frozen ones are 'v', learned ones 'w'
             strength = memory.strength(v.fixed['memory'], vectors['v' if 'v' in vectors else 'w'])
             seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
         if 'scale' in v.params.get('head', {}):
             seen['temperature'] = v.params['head']['scale']
-        return seen | self.probed(delivered)
+        return seen | self.probed(delivered, table)
 
-    def probed(self, delivered: tuple[Algorithm, State]) -> dict[str, Array]:
-        """What the setting's probes measure of the generic model."""
+    def probed(self, delivered: tuple[Algorithm, State], table: Array) -> dict[str, Array]:
+        """What the setting's probes measure of the generic model, whose counts on the test set are known."""
         if not self.setting.probes:
             return {}
         recipe, variables = self.recipe, self.recipe.variables(delivered[1].server)
-        seen = probes.Seen(*delivered, recipe.task, variables, self.x_test, self.y_test, self.train, self.test)
+        seen = probes.Seen(*delivered, recipe.task, variables, self.x_test, self.y_test, self.train, self.test, table)
         return {name: jnp.float32(value) for name, value in probes.take(self.setting.probes, seen)}
 
     def personal(

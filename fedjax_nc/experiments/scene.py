@@ -1,6 +1,5 @@
 """From a setting to its data and its method."""
 
-import functools
 import inspect
 import json
 from pathlib import Path
@@ -34,22 +33,8 @@ Scene = tuple[data.Dataset, FederatedData, FederatedData]
 
 def check(setting: Setting) -> None:
     """Raises ValueError for a head, loss, server optimizer or option that the method does not have; needs no data."""
-    said = json.dumps({name: value for name, value in setting.plain().items() if name not in OF_DATA}, sort_keys=True)
-    # What is a user's own may be another thing under the same name when it is imported again.
-    (_checked if any(is_own(value) for value in setting.plain().values()) else _known)(said)
-
-
-def is_own(value: Any) -> bool:
-    """Whether a setting names a user's own part."""
-    return isinstance(value, str) and ':' in value
-
-
-def _checked(said: str) -> None:
     x, y = np.zeros((2, 1), np.float32), np.arange(2, dtype=np.int32)
-    build(Setting.of(json.loads(said)), data.Dataset(x, y, x, y, 2, 'stand-in'))
-
-
-_known = functools.lru_cache(maxsize=512)(_checked)  # cells of a study differ in their data, which it does not look at
+    build(setting, data.Dataset(x, y, x, y, 2, 'stand-in'))
 
 
 def misfit(setting: Setting, scene: Scene) -> ValueError | None:
@@ -100,6 +85,11 @@ def same_model(recipe: recipes.Recipe, label: str, state: State, train: Federate
 def key(setting: Setting) -> str:
     """What the data of a run depend on, as text: runs that have it in common have one scene."""
     return json.dumps({name: value for name, value in setting.plain().items() if name in OF_DATA}, sort_keys=True)
+
+
+def method_key(setting: Setting) -> str:
+    """All else of a run, as text: `check` says the same of runs that have it in common."""
+    return json.dumps({name: value for name, value in setting.plain().items() if name not in OF_DATA}, sort_keys=True)
 
 
 def load(setting: Setting, data_dir: str | Path | None = None, host: bool = False) -> Scene:

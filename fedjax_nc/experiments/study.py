@@ -50,6 +50,7 @@ from fedjax_nc import checks
 from fedjax_nc.experiments import probes
 from fedjax_nc.experiments.geometry import Geometry
 from fedjax_nc.experiments.scene import check as checked
+from fedjax_nc.experiments.scene import method_key
 from fedjax_nc.experiments.setting import KEPT, Setting, described
 from fedjax_nc.frames import FrameQuality
 
@@ -213,9 +214,9 @@ class Study:
                         if kind == 'training' and 'algorithm' not in said:
                             raise ValueError(f"names no 'algorithm': say it in methods.{method}, or in setting for all")
                         setting = KINDS[kind].of({**said, 'seed': seed})
-                        if isinstance(setting, Setting) and (method, scene) not in tried:  # the same under all seeds
+                        if isinstance(setting, Setting) and (said := method_key(setting)) not in tried:
                             checked(setting)
-                            tried.add((method, scene))
+                            tried.add(said)
                         runs.append(Run(method, shown[scene], seed, setting))
                     except (ValueError, TypeError) as error:
                         raise ValueError(f'{Run(method, scene, seed, None).label}: {error}') from error  # type: ignore[arg-type]

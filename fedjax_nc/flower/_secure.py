@@ -185,6 +185,11 @@ def threshold(secure: Secure, sites: int) -> int:
     return max(round(secure.threshold * sites), sites // 2 + 1, 2)
 
 
+def size(entries: int) -> int:
+    """Bytes of a masked vector: int64, a last entry and a weight included."""
+    return 8 * (entries + 2)
+
+
 def answer(vector: np.ndarray, secure: Secure) -> RecordDict:
     """A vector as `secaggplus_mod` takes it, which masks it; each site counts once.
 

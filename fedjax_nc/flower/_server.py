@@ -367,7 +367,7 @@ class Server:
         except _wire.WireError as error:
             return Answers(ids, [], {}, None, told, {}, _sites.line(error))
         there = sorted(k for k, n in node.items() if n in stayed)
-        up = dict.fromkeys(there, 8 * (entries + 2))  # int64, and two more
+        up = dict.fromkeys(there, _secure.size(entries))
         told |= {'sites': len(there), 'refused': len(faults), 'bytes_up': sum(up.values())}
         each = {'refused': faults, 'bytes_up': up, 'bytes_down': sent}
         return Answers(ids, there, {}, _secure.unpacked(self.agreed, asking.number, vector, kinds, largest), told, each)

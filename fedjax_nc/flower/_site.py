@@ -173,8 +173,7 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
                 raise _wire.WireError('the server says that the largest site is smaller than this one')
             ask, sent, _ = work(message, mine)
             vector = _secure.vector(agreed, ask.phase, sent, size, largest)
-            sent_bytes = 8 * (len(vector) + 2)  # int64, a check and the weight included
-            note(mine, 'round', ask, bytes=sent_bytes, seconds=time.monotonic() - began, masked=True)
+            note(mine, 'round', ask, bytes=_secure.size(len(vector)), seconds=time.monotonic() - began, masked=True)
             return Message(_secure.answer(vector, secure), reply_to=message)
 
     @app.evaluate()
