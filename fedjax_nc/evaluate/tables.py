@@ -250,10 +250,9 @@ def _features(task: Objective | Model, v: Variables, x: Array, batch_size: int) 
     shard = Shard(x, jnp.zeros(n, jnp.int32), jnp.arange(n), jnp.int32(n), jnp.zeros(0, jnp.int32))
 
     def seen(batch: Batch) -> Array:
-        batch = Batch(batch.x)
         if isinstance(task, Model):
             return task.features(v.params['body'], v.stats, batch.x, None, None)[0]
-        return task.features(v, batch)[0]
+        return task.features(v, Batch(batch.x))[0]
 
     return sweep(seen, shard, batch_size)
 

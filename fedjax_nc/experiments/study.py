@@ -214,9 +214,9 @@ class Study:
                         if kind == 'training' and 'algorithm' not in said:
                             raise ValueError(f"names no 'algorithm': say it in methods.{method}, or in setting for all")
                         setting = KINDS[kind].of({**said, 'seed': seed})
-                        if isinstance(setting, Setting) and (said := method_key(setting)) not in tried:
+                        if isinstance(setting, Setting) and (about := method_key(setting)) not in tried:
                             checked(setting)
-                            tried.add(said)
+                            tried.add(about)
                         runs.append(Run(method, shown[scene], seed, setting))
                     except (ValueError, TypeError) as error:
                         raise ValueError(f'{Run(method, scene, seed, None).label}: {error}') from error  # type: ignore[arg-type]
