@@ -1,9 +1,7 @@
 """Parts of one's own by name: heads, losses, partitions and server optimizers, in settings, studies, command lines."""
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import jax
@@ -117,13 +115,8 @@ SMALL = ['--dataset', 'digits', '--max-examples', '300', '--clients', '6', '--ro
 @pytest.fixture(autouse=True)
 def mine(tmp_path_factory, monkeypatch):
     """The module `pieces.some` in a folder from which Python imports."""
-    folder = tmp_path_factory.mktemp('own')
-    (folder / 'pieces').mkdir()
-    (folder / 'pieces' / 'some.py').write_text(MODULE)
-    monkeypatch.syspath_prepend(str(folder))
-    yield importlib.import_module('pieces.some')
-    for name in [name for name in sys.modules if name.split('.')[0] == 'pieces']:
-        del sys.modules[name]
+    with toys.own_module(tmp_path_factory, monkeypatch, 'pieces.some', MODULE) as module:
+        yield module
 
 
 def losses_of(folder):

@@ -1,7 +1,6 @@
 """What else evaluations measure: neural collapse and others by name, and probes of one's own."""
 
 import dataclasses
-import importlib
 import json
 import re
 import sys
@@ -54,13 +53,8 @@ DIGITS = {'dataset': 'digits', 'max_examples': 300, 'clients': 6, 'rounds': 2, '
 @pytest.fixture(autouse=True)
 def mine(tmp_path_factory, monkeypatch):
     """The module `looks.some` in a folder from which Python imports."""
-    folder = tmp_path_factory.mktemp('own')
-    (folder / 'looks').mkdir()
-    (folder / 'looks' / 'some.py').write_text(MODULE)
-    monkeypatch.syspath_prepend(str(folder))
-    yield importlib.import_module('looks.some')
-    for name in [name for name in sys.modules if name.split('.')[0] == 'looks']:
-        del sys.modules[name]
+    with toys.own_module(tmp_path_factory, monkeypatch, 'looks.some', MODULE) as module:
+        yield module
 
 
 def cosines(a, b):
@@ -138,6 +132,59 @@ def test_every_method_with_a_generic_model_has_features_and_class_vectors(algori
 def test_without_a_generic_model_there_is_nothing_to_probe(tmp_path):
     setting = Setting(**DIGITS, algorithm='solo', probes=['collapse', 'looks.some:broken'])
     assert not [name for name in experiments.run(setting, tmp_path, progress=False) if 'global' in name]
+
+
+OTHER = """
+from typing import Any, NamedTuple
+
+from fedjax_nc.algorithms import fedavg
+from fedjax_nc.base import State
+from fedjax_nc.experiments import recipes
+
+
+class Wrapped(NamedTuple):
+    inner: Any
+
+
+def make(s, **known):
+    base = fedavg.algorithm(s.task, s.client_opt, plan=s.plan)
+    algorithm = base._replace(
+        init=lambda key, data: Wrapped(base.init(key, data)),
+        init_client=lambda key, server: base.init_client(key, server.inner),
+        client=lambda key, server, client, shard: base.client(key, server.inner, client, shard),
+        server=lambda key, server, aggregate: Wrapped(base.server(key, server.inner, aggregate)),
+        predict=lambda server, client, x: base.predict(server.inner, client, x),
+    )
+
+    def enter(stage, key, state, data):
+        return recipes.join(stage, key, State(state.server.inner, ()), data)
+
+    return recipes.Recipe(algorithm, s.finetune(), enter=enter, **known)
+
+
+silent = recipes.Method('silent', make)
+telling = recipes.Method('telling', lambda s: make(s, task=s.task, variables=lambda server: server.inner.variables))
+"""
+
+
+@pytest.mark.slow
+def test_a_server_of_another_kind_says_where_its_model_is(tmp_path, tmp_path_factory, monkeypatch):
+    with toys.own_module(tmp_path_factory, monkeypatch, 'others.some', OTHER):
+        fedavg, telling, silent = (
+            Setting(**DIGITS, algorithm=name, probes=list(names))
+            for name, names in (
+                ('fedavg', ['top5', 'collapse']), ('others.some:telling', ['top5', 'collapse']),
+                ('others.some:silent', ['top5']),
+            )
+        )  # fmt: skip
+        one, other, least = (experiments.run(s, tmp_path / s.name, progress=False) for s in (fedavg, telling, silent))
+        for name in ('global_accuracy', 'personal_accuracy', 'global_top5_accuracy_last1'):
+            assert one[name] == other[name] == least[name]
+        assert one['global_nc1_last1'] == other['global_nc1_last1']
+        asked = dataclasses.replace(silent, probes=['collapse'])
+        with pytest.raises(ValueError, match=r'no features to look at: .*recipes\.trained'):
+            experiments.run(asked, tmp_path / asked.name, progress=False)
+        assert not (tmp_path / asked.name / 'metrics.jsonl').exists()
 
 
 def test_features_in_batches_are_those_of_all_at_once():

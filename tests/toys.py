@@ -1,6 +1,9 @@
 """Small things that tests share: a ragged population and models that fit on a line."""
 
+import contextlib
+import importlib
 import os
+import sys
 
 import flax.linen as nn
 import jax
@@ -29,6 +32,18 @@ def ragged(sizes, seed=0, padding=0):
         index[k, : len(part)] = part
         counts[k] = np.bincount(y[part], minlength=CLASSES)
     return FederatedData(*map(jnp.asarray, (x, y.astype(np.int32), index, np.asarray(sizes, np.int32), counts)))
+
+
+@contextlib.contextmanager
+def own_module(tmp_path_factory, monkeypatch, name, text):
+    """A module 'package.name' of a user's own, in a folder from which Python imports."""
+    folder, (package, _, file) = tmp_path_factory.mktemp('own'), name.partition('.')
+    (folder / package).mkdir()
+    (folder / package / f'{file}.py').write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module(name)
+    for known in [known for known in sys.modules if known.split('.')[0] == package]:
+        del sys.modules[known]
 
 
 def optimised(fn):

@@ -82,11 +82,10 @@ class Measures:
             train = FederatedData(train.x[:1], train.y[:1], train.index, train.size, train.counts)
         state = simulate.compiled_init(self.recipe.train)(self.k_init, train)
         same_model(self.recipe, self.setting.label, state, train)
-        if self.recipe.generic and any(name not in probes.PROBES for name in self.setting.probes):
+        mine = self.setting.algorithm not in recipes.RECIPES or set(self.setting.probes) - set(probes.PROBES)
+        if self.setting.probes and mine and self.recipe.generic:
             delivered = self.delivered(state)
-            self.probed(
-                delivered, self.table(*delivered)
-            )  # what is wrong with one of a user's own shows before it costs a round
+            self.probed(delivered, self.table(*delivered))  # what is wrong with one's own shows before it costs a round
         return state
 
     def delivered(self, state: State) -> tuple[Algorithm, State]:

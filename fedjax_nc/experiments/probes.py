@@ -50,8 +50,8 @@ class Seen:
         """
         if self.task is None or self.variables is None:
             raise ValueError(
-                'there are no features to look at: let recipes.trained make the recipe, or give it a task, and let the '
-                'server have its model as `variables`'
+                'there are no features to look at: let recipes.trained make the recipe, or give it its `task`; and '
+                'where the server has its model by another name, `variables`, which finds it'
             )
         return evaluate.features(self.task, self.variables, self.x)
 
