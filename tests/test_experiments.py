@@ -51,7 +51,7 @@ class TestSetting:
                  'algorithm': 'fedavg', 'options': {'a': 1}, 'head': 'linear', 'loss': 'positive', 'features': 'noisy',
                  'personal': 'latest', 'weigh': 'alike', 'server_optimizer': 'sgd', 'server_momentum': 0.5,
                  'participation': 0.5, 'lr_decay': 0.5, 'momentum': 0.5, 'personal_momentum': 0.5, 'weight_decay': 0.5,
-                 'test_share': 0.5, 'loading': {'label': 'y'}, 'probes': ['collapse']}  # fmt: skip
+                 'test_share': 0.5, 'validation': 0.5, 'loading': {'label': 'y'}, 'probes': ['collapse']}  # fmt: skip
         for field in dataclasses.fields(Setting):
             own = {'dataset': 'own.csv'} if field.name == 'loading' else {}  # has a meaning for files alone
             seen.add(Setting(**own, **{field.name: other.get(field.name, 7)}).digest)
@@ -126,6 +126,7 @@ class TestSetting:
         ('--exponent 1', '--partition power_law'),
         ('--min-size 5 --partition iid', '--partition dirichlet_draws'),
         ('--noise 0.2', '--features noisy'),
+        ('--test-share 0.2 --tests common', '--tests split'),
     ],
 )
 def test_flags_that_would_change_nothing_are_refused(flags, instead):

@@ -147,6 +147,12 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     )
     parser.add_argument('--test-share', type=number(float, 0, 1, open_low=True), help="of clients' examples")
     parser.add_argument('--imbalance', type=number(float, 1), help=IMBALANCE)
+    parser.add_argument(
+        '--validation',
+        type=number(float, 0, 1),
+        metavar='SHARE',
+        help="of clients' training examples, which takes the place of the test set: choose rates and options so",
+    )
     parser.add_argument('--rounds', type=count)
     parser.add_argument('--local-epochs', type=count)
     parser.add_argument('--batch-size', type=count)
@@ -192,6 +198,7 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
 DEPENDENT = {
     **{knob: ('partition', tuple(name for name, made in PARTITIONS.items() if knob in knobs(made))) for knob in KNOBS},
     'noise': ('features', ('noisy',)),
+    'test_share': ('tests', ('split',)),
 }
 """Flags that matter only where another setting has one of these values."""
 

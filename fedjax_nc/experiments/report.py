@@ -179,7 +179,10 @@ def as_run(study: Study, scene: str) -> str:
     clients = f'{setting.clients} clients'
     if setting.cohort < setting.clients:
         clients += f', {setting.cohort} of them a round'
-    return f'Run: {setting.dataset}, {setting.model}, {clients}, {setting.rounds} rounds.'
+    run = f'Run: {setting.dataset}, {setting.model}, {clients}, {setting.rounds} rounds.'
+    if setting.validation:
+        run += f' Tested on {100 * setting.validation:g} % of the training examples, held back.'
+    return run
 
 
 def scene_table(study: Study, found: Found, scene: str) -> list[str]:

@@ -23,7 +23,7 @@ ETF: dict[str, dict[str, Any]] = {
 
 OF_DATA = (
     'dataset', 'loading', 'max_examples', 'imbalance', 'clients', 'partition', 'alpha', 'classes_per_client',
-    'most_classes', 'exponent', 'min_size', 'features', 'noise', 'tests', 'test_share', 'seed',
+    'most_classes', 'exponent', 'min_size', 'features', 'noise', 'tests', 'test_share', 'validation', 'seed',
 )  # fmt: skip
 """Settings that `load` looks at."""
 
@@ -109,29 +109,57 @@ def load(setting: Setting, data_dir: str | Path | None = None, host: bool = Fals
     else:
         parts = divided(dataset.y_train, setting, dataset.clients_train)
     pool = FEATURES[setting.features](dataset.x_train, parts, setting)
-    if pool.dtype != dataset.x_train.dtype:  # noise makes floats in [0, 1] of bytes: what is tested must be the same
-        dataset = dataset._replace(x_test=dataset.x_test.astype(pool.dtype) / 255)
-        if not pipelined(setting):  # no pipeline takes them on from there, as models do bytes
-            pool, dataset = 2 * pool - 1, dataset._replace(x_test=2 * dataset.x_test - 1)
-    clients = data.federate(pool, dataset.y_train, parts, dataset.num_classes, host=host)
+    floats = pool.dtype != dataset.x_train.dtype  # noise makes them, in [0, 1], of bytes: tests must be the same
+    ready = floats and not pipelined(setting)  # no pipeline takes them on from there, as models do bytes
+    clients = data.federate(2 * pool - 1 if ready else pool, dataset.y_train, parts, dataset.num_classes, host=host)
+    tests = None
+    if setting.tests == 'split':
+        clients, tests = data.split(clients, setting.test_share, seed=setting.seed)
+    if setting.validation:
+        dataset, clients, tests = validated(dataset, clients, setting)
+    if floats:
+        x = dataset.x_test.astype(pool.dtype) / 255
+        dataset = dataset._replace(x_test=2 * x - 1 if ready else x)
     x, y = dataset.x_test, dataset.y_test
     if setting.tests == 'matched':
         tests = data.matched_tests(clients.counts, x, y, total=len(y), seed=setting.seed)
     elif setting.tests == 'common':
         tests = data.common_test(x, y, setting.clients, dataset.num_classes)
-    elif setting.tests == NATURAL:
+    elif tests is None:
         if dataset.clients_test is None:
             raise ValueError(
                 f"the test set of {setting.dataset} is nobody's: take tests 'split', 'matched' or 'common'"
             )
         tests = data.federate(x, y, data.natural(dataset.clients_test, owners), dataset.num_classes, allow_empty=True)
-    else:
-        clients, tests = data.split(clients, setting.test_share, seed=setting.seed)
     if not int(tests.size.sum()):
         raise ValueError(
             f'no client has a test example with tests {setting.tests!r}: take another kind, or a larger share'
         )
     return dataset, clients, tests
+
+
+def validated(dataset: data.Dataset, clients: FederatedData, setting: Setting) -> Scene:
+    """A scene in which examples that clients have held back take the place of the test set.
+
+    Raises:
+      ValueError: if the share is so small that nothing is held back.
+    """
+    clients, tests = data.split(clients, setting.validation, seed=setting.seed)
+    rows = np.setdiff1d(members(tests), members(clients))  # clients may share examples
+    if not len(rows):
+        raise ValueError(
+            f'validation {setting.validation:g} holds back nothing of clients of at most {clients.size.max()} '
+            'examples: raise it'
+        )
+    x, y = dataset.x_train[rows], dataset.y_train[rows]
+    rest = data.keep(dataset, np.setdiff1d(np.arange(len(dataset.y_train)), rows))
+    return rest._replace(x_test=x, y_test=y, clients_test=None), clients, tests
+
+
+def members(clients: FederatedData) -> NDArray[np.intp]:
+    """The rows that clients hold, ascending."""
+    index, size = np.asarray(clients.index), np.asarray(clients.size)
+    return np.unique(index[np.arange(index.shape[1]) < size[:, None]])
 
 
 def found(setting: Setting, data_dir: str | Path | None = None) -> data.Dataset:

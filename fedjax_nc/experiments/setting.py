@@ -233,6 +233,9 @@ class Setting(Plain):
     #: examples, and the default for femnist. Else the default is 'split'.
     tests: str = None  # type: ignore[assignment]
     test_share: float = 0.3  #: Of each client's examples, with 'split'.
+    #: Share of each client's training examples that takes the place of the test set, and of clients' tests, for runs by
+    #: which options are chosen; 0 is none.
+    validation: float = 0.0
     #: 'mlp', 'cnn', 'cnn_mcmahan', 'conv2cifar', 'moon_cnn', 'vgg11', 'mobilenet', 'resnet18', 'resnet20', 'resnet34'
     #: or 'resnet50', networks of `models`; 'mlpnet', the widths of GMV's Table 6, and 'resnet18_fednh', which has no
     #: norms within blocks; or `'module:attribute'` of one's own, see `networks.named`. By default 'resnet20', and 'mlp'
@@ -372,6 +375,7 @@ class Setting(Plain):
             checks.number(name, getattr(self, name), high=1, open_high=True)
         for name in ('weight_decay', 'clip', 'exponent', 'noise'):
             checks.number(name, getattr(self, name))
+        checks.number('validation', self.validation, high=1, open_high=True)
         checks.number('test_share', self.test_share, high=1, open_low=True, open_high=True)
         if not isinstance(self.probes, list) or len(set(map(str, self.probes))) < len(self.probes):
             raise ValueError(f'probes must be a list of different names, not {checks.shown(self.probes)}')
