@@ -75,6 +75,9 @@ class Batch(NamedTuple):
     #: [C] int32, label histogram of the client's training data
     counts: Array = None  # type: ignore[assignment]
     key: Array | None = None  #: None means evaluation: no augmentation, no dropout, running statistics
+    #: where `key` is None, the key with which a model in training sees these examples, of whose augmentation alone a
+    #: model beside it that stands still takes part
+    beside: Array | None = None
 
 
 class Variables(NamedTuple):
@@ -94,6 +97,9 @@ class Model(NamedTuple):
 
     init: Callable[[Array, Array], tuple[Tree, Tree]]  #: (key, x [B, ...]) -> (params, stats)
     features: Callable[..., tuple[Array, Tree]]  #: (params, stats, x, mask | None, key | None) -> (z [B, D], stats)
+    #: (params, stats, x, mask | None, key) -> z [B, D] as without a key, of the examples as `features` with it sees
+    #: them; None where it sees the same without
+    beside: Callable[..., Array] | None = None
 
 
 class Head(NamedTuple):

@@ -98,6 +98,8 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
         return Variables({'body': body, 'head': params}, stats, fixed)
 
     def features(v: Variables, batch: Batch) -> tuple[Array, Tree]:
+        if model.beside is not None and batch.beside is not None:
+            return model.beside(v.params['body'], v.stats, batch.x, batch.mask, batch.beside), v.stats
         return model.features(v.params['body'], v.stats, batch.x, batch.mask, batch.key)
 
     def logits(v: Variables, z: Array) -> Array:
@@ -156,7 +158,7 @@ def freezing(task: Objective, trained: Container[str]) -> Objective:
     """
     if 'body' in trained:
         return task
-    return task._replace(features=lambda v, batch: task.features(v, batch._replace(key=None)))
+    return task._replace(features=lambda v, batch: task.features(v, batch._replace(key=None, beside=None)))
 
 
 def with_term(task: Objective, term: Callable[[Variables, Array, Batch], Array]) -> Objective:

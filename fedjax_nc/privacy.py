@@ -82,7 +82,7 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
                 "FedDyn with by_examples=True anchors each client by all clients' examples, so that one of them moves "
                 'what the others send: leave it out in private'
             )
-        client, message, info = algorithm.client(key, server, client, shard)
+        new, message, info = algorithm.client(key, server, client, shard)
         kinds = (aggregators.ClassRows, fednova.Message)
         weighted = jax.tree.leaves(message, is_leaf=lambda u: isinstance(u, kinds))
         if any(isinstance(u, kinds) for u in weighted):
@@ -91,9 +91,9 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
                 'use one that sends changes of a model alone, such as fedavg'
             )
         kept = _clipped(message, clip)
-        # What is dropped leaves no other trace: the report knows the client as broken by its loss.
+        # What is dropped leaves no trace, in the client's state neither: the report knows it as broken by its loss.
         whole = jnp.isfinite(tree.dot(message, message))
-        return client, kept, info._replace(loss=jnp.where(whole, info.loss, jnp.nan))
+        return tree.where(whole, new, client), kept, info._replace(loss=jnp.where(whole, info.loss, jnp.nan))
 
     def server(key: Array, server: Tree, aggregate: Aggregate) -> Tree:
         if isinstance(aggregate.cohort, int) and aggregate.cohort != cohort:

@@ -127,6 +127,8 @@ class TestSetting:
         ('--min-size 5 --partition iid', '--partition dirichlet_draws'),
         ('--noise 0.2', '--features noisy'),
         ('--test-share 0.2 --tests common', '--tests split'),
+        ('--norm group', '--model resnet20'),
+        ('--weigh alike --algorithm solo', '--algorithm fedavg'),
     ],
 )
 def test_flags_that_would_change_nothing_are_refused(flags, instead):
@@ -134,6 +136,46 @@ def test_flags_that_would_change_nothing_are_refused(flags, instead):
     with pytest.raises(ValueError, match=f'{argv[2]} changes nothing with '):
         command.setting_of(command.arguments(argv, 'cifar.py', ''))
     command.setting_of(command.arguments([*argv, *instead.split()], 'cifar.py', ''))
+
+
+def given(*argv):
+    return command.setting_of(command.arguments(argv, 'cifar.py', ''))
+
+
+def test_what_a_program_wrote_by_default_is_no_choice_beside_flags(tmp_path):
+    """The config of one run, under flags for another: heads, rates and the like are those of the other."""
+    Setting(dataset='cifar10', algorithm='fedetf').write(tmp_path / 'config.json')
+    file = ['--setting', str(tmp_path / 'config.json')]
+    for flags in (
+        ['--algorithm', 'fedavg'], ['--dataset', 'digits'], ['--server-optimizer', 'fedadam'],
+        ['--dataset', 'cifar100', '--imbalance', '100'], ['--rounds', '3'],
+    ):  # fmt: skip
+        alone = [] if '--algorithm' in flags else ['--algorithm', 'fedetf']
+        assert given(*file, *flags) == given('--dataset', 'cifar10', *alone, *flags)
+    # What was chosen, or written by a person, stays.
+    Setting(dataset='cifar10', algorithm='fedetf', head='linear', lr=0.5).write(tmp_path / 'config.json')
+    chosen = given(*file, '--algorithm', 'fedavg', '--dataset', 'digits')
+    assert (chosen.head, chosen.lr, chosen.model) == ('linear', 0.5, 'mlp')
+    (tmp_path / 'mine.toml').write_text('head = "etf"\nalgorithm = "fedetf"\n')
+    assert given('--setting', str(tmp_path / 'mine.toml'), '--algorithm', 'fedavg').head == 'etf'
+
+
+def test_an_option_is_set_beside_those_of_the_file(tmp_path):
+    (tmp_path / 'a.toml').write_text('algorithm = "fedprox"\noptions = {mu = 0.1, anchored = ["head"]}\n')
+    file = ['--setting', str(tmp_path / 'a.toml')]
+    assert given(*file, '--options', 'mu=0.5').options == {'mu': 0.5, 'anchored': ['head']}
+    assert given(*file, '--algorithm', 'moon', '--options', 'mu=0.5').options == {'mu': 0.5}
+
+
+def test_two_clients_draw_their_numbers_of_classes_as_others_do():
+    """A pair of numbers is a range in a setting, and never one for each of two clients."""
+    seen = set()
+    for seed in range(6):
+        setting = Setting(
+            dataset='digits', partition='uneven_classes', classes_per_client=6, most_classes=10, clients=2, seed=seed
+        )
+        seen |= {tuple((np.asarray(scene.load(setting)[1].counts) > 0).sum(1).tolist())}
+    assert len(seen) > 2
 
 
 @pytest.mark.slow
@@ -278,25 +320,19 @@ def test_the_server_of_ratio_loss_has_63_examples_of_each_class(monkeypatch):
     assert given['server_opt'] is None
 
 
-@pytest.mark.parametrize(('choice', 'compares'), [
-    ({'algorithm': 'moon'}, True), ({'algorithm': 'fedmmd'}, True), ({'algorithm': 'fedavg'}, False),
-    ({'algorithm': 'ccvr', 'options': {'base': 'moon'}}, True), ({'algorithm': 'ccvr'}, False),
-])  # fmt: skip
-def test_models_that_are_compared_see_the_same_crops(monkeypatch, choice, compares):
-    """Those methods prepare images themselves; the models of the others do."""
-    plain, setting, given = Setting(**SMALL, **choice), Setting(**SMALL, **choice, flip=True, crop=2), {}
-    monkeypatch.setitem(
-        recipes.RECIPES, setting.algorithm, lambda model, *_, **kwargs: given.update(kwargs, model=model)
-    )
+def test_models_that_are_compared_see_the_same_crops(monkeypatch):
+    plain, setting = (Setting(**SMALL, algorithm='moon', **look) for look in ({}, {'flip': True, 'crop': 2}))
+    given = {}
+    monkeypatch.setitem(recipes.RECIPES, 'moon', lambda model, *_, **kwargs: given.update(kwargs, model=model))
     dataset = pipeline.load(setting)[0]
     pipeline.build(setting, dataset)
-    assert ('preprocess' in given['options']) == compares
-    x, key = jnp.asarray(dataset.x_train[:4]), jax.random.key(0)
-    params, stats = given['model'].init(key, x)
-    features = [given['model'].features(params, stats, x, jnp.ones(4, bool), k)[0] for k in jax.random.split(key)]
-    assert bool((features[0] == features[1]).all()) == compares  # whether the model draws crops of its own
+    x, model = jnp.asarray(dataset.x_train[:4]), given['model']
+    params, stats = model.init(jax.random.key(0), x)
+    one, two = ((params, stats, x, jnp.ones(4, bool), key) for key in jax.random.split(jax.random.key(0)))
+    assert bool((model.features(*one)[0] != model.features(*two)[0]).any())  # the model draws crops of its own
+    np.testing.assert_array_equal(model.beside(*one), model.features(*one)[0])
     pipeline.build(plain, dataset)
-    assert 'preprocess' not in given['options']
+    assert given['model'].beside is None
 
 
 def test_equal_settings_have_one_folder():

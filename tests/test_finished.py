@@ -65,6 +65,15 @@ def test_the_command_line_keeps_them_if_it_is_asked(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_who_never_took_part_has_no_personal_model(tmp_path):
+    setting = Setting(**{**DIGITS, 'clients': 6}, algorithm='fedper', participation=0.3)
+    told = experiments.run(setting, tmp_path, progress=False, keep_personal=True)['clients']
+    kept = sorted(int(path.stem) for path in (tmp_path / 'personal').iterdir())
+    assert 2 <= len(kept) < 6
+    assert all((told['personal_accuracy'][k] is None) == (k not in kept) for k in range(6) if told['examples'][k] > 3)
+
+
+@pytest.mark.slow
 def test_what_is_not_finished_is_said_to_be(tmp_path):
     with pytest.raises(FileNotFoundError, match='holds no run'):
         experiments.load(tmp_path)

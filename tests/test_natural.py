@@ -131,6 +131,18 @@ def test_some_clients_are_drawn_by_the_seed(tmp_path):
     assert seen == {(30, 10), (30, 20), (10, 20)}
 
 
+@pytest.mark.parametrize('owners', [OWNERS, np.array(list('xxnaxsgn'))[OWNERS]])
+def test_a_summary_says_who_was_drawn(tmp_path, owners):
+    saved(tmp_path, clients_train=owners, clients_test=None)
+    setting = Setting(**SMALL, clients=2, tests='split', algorithm='fedavg', seed=3)
+    told = pipeline.run(setting, tmp_path / 'run', data_dir=tmp_path, progress=False)['clients']
+    _, train, tested = scene.load(setting, tmp_path)
+    assert len(told['ids']) == 2
+    for k, who in enumerate(told['ids']):
+        assert told['examples'][k] == int(train.size[k])
+        assert (owners == who).sum() == int(train.size[k] + tested.size[k])
+
+
 def test_long_tails_and_parts_of_the_training_set(tmp_path):
     saved(tmp_path)
     setting = Setting(**SMALL, clients=3, tests='split', imbalance=5, max_examples=50)

@@ -1,5 +1,6 @@
 """Parts of one's own by name: heads, losses, partitions and server optimizers, in settings, studies, command lines."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import toys
 
 from fedjax_nc import data, experiments, saving, simulate
-from fedjax_nc.experiments import Setting, command, runner, scene
+from fedjax_nc.experiments import Setting, command, pipeline, runner, scene, seeds
 from fedjax_nc.experiments.setting import divided
 from fedjax_nc.experiments.study import Study
 
@@ -37,6 +38,15 @@ def centres():
 
 
 linear = heads.linear()
+
+
+def scaled():
+    """A learned scale for each class, which is no temperature."""
+
+    def init(key, dim, classes):
+        return {'w': 0.1 * jax.random.normal(key, (dim, classes)), 'scale': jnp.ones(classes)}, {}
+
+    return Head(init, lambda params, fixed, z: params['scale'] * (z @ params['w']))
 
 
 def focal(logits, labels, counts, power=2):
@@ -341,3 +351,15 @@ def test_a_study_takes_them_and_says_where_they_have_changed_since(mine, tmp_pat
         *[f'Slower, seed {seed}: the file of its server optimizer has changed' for seed in (0, 1)],
         *[f'Strided, seed {seed}: the file of its partition has changed' for seed in (0, 1)],
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('together', [False, True])
+def test_a_scale_of_ones_own_need_be_no_number(tmp_path, together):
+    made = Setting(**DIGITS, head='pieces.some:scaled', algorithm='fedavg')
+    settings = [dataclasses.replace(made, seed=seed) for seed in range(1 + together)]
+    if together:
+        found = seeds.run(settings, [tmp_path / str(s.seed) for s in settings], progress=False)
+    else:
+        found = [pipeline.run(settings[0], tmp_path / 'run', progress=False)]
+    assert all(0 < summary['global_accuracy'] < 1 for summary in found)

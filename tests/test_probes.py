@@ -11,7 +11,7 @@ import toys
 
 from fedjax_nc import evaluate, experiments, heads, losses, models, objective
 from fedjax_nc.base import Batch
-from fedjax_nc.experiments import Setting, Study, command, probes, recipes, report, runner, scene
+from fedjax_nc.experiments import Setting, Study, command, pipeline, probes, recipes, report, runner, scene
 from fedjax_nc.experiments.measures import Measures
 
 MODULE = '''
@@ -280,3 +280,41 @@ def test_a_command_line_names_probes(tmp_path):
     command.main([*line.split(), '--algorithm', 'fedavg', '--out', str(tmp_path)])
     row = json.loads((tmp_path / 'metrics.jsonl').read_text().splitlines()[0])
     assert {'nc1', 'nc2', 'nc3', 'macro_f1'} <= set(row)
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_no_run_goes_on_with_other_probes_or_other_tests(mine, tmp_path, monkeypatch):
+    """Its means would be of two things."""
+    monkeypatch.setattr(pipeline, 'PAUSE', 0.0)
+    rng, where = np.random.default_rng(0), tmp_path / 'own.npz'
+    x, y = rng.normal(size=(90, 6)).astype(np.float32), np.arange(90) % 3
+    arrays = {'x_train': x[:60], 'y_train': y[:60], 'x_test': x[60:], 'y_test': y[60:]}
+    setting = Setting(
+        dataset='own.npz', model='mlp', clients=3, partition='iid', rounds=4, local_epochs=1, algorithm='fedetf',
+        probes=['looks.some:norms'],
+    )  # fmt: skip
+
+    def stop(row, state):
+        if row['round'] == 2:
+            raise Stopped
+
+    def go_on(**more):
+        return pipeline.run(setting, tmp_path / 'run', data_dir=tmp_path, resume=True, progress=False, **more)
+
+    np.savez(where, **arrays)
+    with pytest.raises(Stopped):
+        go_on(on_round=stop)
+    before = (tmp_path / 'run' / 'config.json').read_text()
+    np.savez(where, **{**arrays, 'y_test': (y[60:] + 1) % 3})
+    with pytest.raises(ValueError, match='was begun with other data: put back'):
+        go_on()
+    np.savez(where, **arrays)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, 'sources', lambda setting: {'probes_source': '0' * 12})
+        with pytest.raises(ValueError, match='was begun with another file of probes: put back'):
+            go_on()
+    assert (tmp_path / 'run' / 'config.json').read_text() == before
+    assert go_on()['rounds'] == 4

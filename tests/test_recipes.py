@@ -341,3 +341,17 @@ def test_without_virtual_features_personal_models_begin_with_the_model_that_was_
 def test_a_learned_head_has_no_length_of_an_etf(data):
     with pytest.raises(ValueError, match='scale is the length'):
         of('fedetf_gmv', data, head='unbiased', options={'scale': 1.0})
+
+
+def test_latest_models_leave_the_general_model_what_it_is(digits):
+    """FedLoGe's comes from the stage that would be left out; CCVR's does not, and keeps its bound."""
+    with pytest.raises(
+        ValueError, match="makes its general model in the stage after training, which personal='latest'"
+    ):
+        of('fedloge', digits, personal='latest')
+    own, latest = (of('ccvr', digits, personal=personal) for personal in ('own', 'latest'))
+    assert own.oracle is not None
+    assert latest.oracle is not None
+    assert latest.personalize is None
+    assert latest.general is latest.calibrate
+    assert not of('solo', digits, personal='latest').generic

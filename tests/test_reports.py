@@ -6,12 +6,14 @@ import json
 import math
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 
 pytest.importorskip('matplotlib')
 
+from fedjax_nc import evaluate
 from fedjax_nc.experiments import cells, figures, report, runner
 from fedjax_nc.experiments.study import Study
 
@@ -316,6 +318,39 @@ def test_a_row_that_looks_at_another_model_of_its_run_has_no_accuracies_of_that_
     assert ('rounds to 64.1 %' in text) == (own or row != 'Base')
 
 
+def test_personal_accuracies_are_no_general_ones(known, tmp_path):
+    """Of a method without a generic model neither rounds nor curves stand beside those of others."""
+    for run in known.some(scenes=['one']).runs:
+        content, rows = summary(run, 0.6, 0.9), curve(0.6, 4)
+        if run.method != 'Base':
+            content = {name: value for name, value in content.items() if not name.startswith(('global', 'class'))}
+            rows = [{{'accuracy': 'accuracy_personal'}.get(k, k): v for k, v in row.items()} for row in rows]
+        write(tmp_path, run, content, rows)
+    found = report.gather(known, tmp_path)
+    assert cells.values(known, found, 'Base', 'one', 'fast') == {0: 4, 1: 4, 2: 4}
+    assert cells.values(known, found, 'A&B_1 50%', 'one', 'fast') == {}
+    assert dict(zip(known.metrics, cells.row(known, found, 'A&B_1 50%', 'one'), strict=True))['fast'][0] == ''
+    drawn = dict(figures.of(known, found))
+    labels = {name: drawn[name].axes[0].get_legend_handles_labels()[1] for name in ('curves', 'curves_personal')}
+    assert labels == {'curves': ['Base'], 'curves_personal': ['A&B_1 50%']}
+    assert drawn['communication'].axes[0].get_legend_handles_labels()[1] == ['Base']
+
+
+def test_rounds_to_an_accuracy_are_those_of_the_model_that_a_run_ends_with(tmp_path):
+    """A row before calibration shares the run, whose curve is that of the calibrated model."""
+    own = {'metrics': {'general': 'global_accuracy_trained_last5'}, 'algorithm': 'ccvr'}
+    last = {'metrics': {'general': 'global_accuracy'}, 'algorithm': 'fedavg'}
+    study = Study.of({**SAID, 'methods': {**SAID['methods'], 'before': own, 'last': last}}, 'own')
+    for run in study.some(['Base', 'before'], ['one']).runs:  # 'last' is Base's run
+        write(tmp_path, run, summary(run, 0.6, 0.9), curve(0.6, 4))
+    found = report.gather(study, tmp_path)
+    assert cells.values(study, found, 'Base', 'one', 'fast')
+    assert cells.values(study, found, 'before', 'one', 'fast') == {}
+    # Another number of the same model leaves a row its costs and curves.
+    assert not study.apart('last')
+    assert study.apart('before')
+
+
 class TestDiverged:
     """A mean of the seeds that did not is told as such."""
 
@@ -484,6 +519,18 @@ class TestFigures:
         )
         ((_, lone, _),) = by_group({'class_accuracy': [0.9, 0.1], 'class_examples': [99, 1]})[1]
         assert math.isnan(lone)
+
+    def test_groups_are_of_tested_classes_by_their_tests(self):
+        accuracy, examples = [None, 0.5, 0.9, 0.1], [120, 110, 100, 5]
+        told = {'class_accuracy': accuracy, 'class_examples': examples, 'class_tested': [0, 30, 10, 20]}
+        names, by_group = figures.grouping([told])
+        assert names == ('many', 'medium', 'few')
+        group = np.asarray(evaluate.groups(jnp.asarray(examples)))
+        many = [c for c in (1, 2) if group[c] == 0]
+        want = 100 * np.average([accuracy[c] for c in many], weights=[told['class_tested'][c] for c in many])
+        np.testing.assert_allclose(by_group(told)[0], want)
+        alike = {'class_accuracy': [0.5, None, 0.25], 'class_examples': [9, 9, 9], 'class_tested': [2, 0, 4]}
+        np.testing.assert_array_equal(figures.grouping([alike])[1](alike), [50, np.nan, 25])
 
     def test_scenes_may_have_other_numbers_of_classes(self, known, tmp_path):
         """As FedNH's Table 1, with CIFAR-10 and CIFAR-100."""

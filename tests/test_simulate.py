@@ -168,6 +168,20 @@ class TestBrokenClients:
         np.testing.assert_allclose(report.loss, others.loss, rtol=1e-5)
         assert not others.broken.any()
 
+    def test_go_on_in_private_from_what_they_had(self, data, poisoned):
+        """A client whose message is dropped keeps its state, and is sound in the next round."""
+        hidden = privacy.private(
+            scaffold.algorithm(toys.task, toys.opt, plan=toys.PLAN), clip=10.0, noise_multiplier=0.0, cohort=8
+        )
+        run, state = jax.jit(simulate.make_round(hidden, chunk=3)), simulate.init(hidden, toys.KEY, data)
+        before, _ = run(toys.KEY, state, data)
+        lost, report = run(toys.KEY, before, poisoned)
+        assert int(report.broken.sum()) == 2
+        for k in (2, 6):
+            toys.same(*(jax.tree.map(lambda u, k=k: u[k], s.clients) for s in (lost, before)))
+        _, report = run(toys.KEY, lost, data)
+        assert not report.broken.any()
+
     def test_are_known_by_what_they_send_and_keep_too(self, data):
         kept = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True)
 

@@ -700,6 +700,7 @@ def test_one_seed_that_diverges_does_not_stop_the_others(tmp_path):
     near(tmp_path / str(good[1].seed), tmp_path / 'alone')
     assert [found[0]['seed'], found[2]['seed']] == [s.seed for s in good]
     assert not (tmp_path / str(bad.seed) / 'summary.json').exists()
+    assert (tmp_path / str(bad.seed) / 'metrics.jsonl').exists()
 
 
 @pytest.mark.slow

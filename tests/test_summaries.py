@@ -293,6 +293,54 @@ def test_a_resumed_run_tells_the_time_of_all_its_processes(tmp_path):
     assert longer['seconds']['rounds'] == pytest.approx(sum(row['seconds'] for row in rows))
 
 
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_early_is_not_told_without_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, 'PAUSE', 0.0)
+    setting = Setting(
+        dataset='digits', max_examples=200, clients=4, rounds=6, algorithm='fedavg', local_epochs=1, eval_every=9,
+        eval_last=1,
+    )  # fmt: skip
+
+    def stop(row, state):
+        if row['round'] == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        pipeline.run(setting, tmp_path, progress=False, on_round=stop)
+    done = len((tmp_path / 'metrics.jsonl').read_text().splitlines())
+    with pytest.raises(ValueError, match=rf'was not evaluated after {done}: let it have more'):
+        pipeline.run(dataclasses.replace(setting, rounds=done), tmp_path, progress=False, resume=True)
+    assert pipeline.run(setting, tmp_path, progress=False, resume=True)['rounds'] == 6
+
+
+@pytest.mark.slow
+def test_calibration_is_sent_too(tmp_path):
+    setting = Setting(dataset='digits', max_examples=300, clients=5, rounds=2, algorithm='ccvr', local_epochs=1)
+    said = pipeline.run(setting, tmp_path, progress=False)['bytes']
+    width = 200  # of the body, whose means and covariances of ten classes are sent with their numbers
+    assert said['calibration_up'] == 5 * 4 * 10 * (width * width + width + 1)
+    assert said['up'] == 2 * said['round_up'] + said['calibration_up']
+    assert said['calibration_down'] >= 5 * said['client_down'] - 5 * 4
+    assert said['down'] == 2 * said['round_down'] + 5 * said['client_once'] + said['calibration_down']
+
+
+def test_classes_without_tests_have_no_accuracy(tmp_path):
+    rng = np.random.default_rng(0)
+    y = np.arange(90) % 3
+    x = (np.eye(3, 6)[y] + 0.1 * rng.normal(size=(90, 6))).astype(np.float32)
+    rows = np.flatnonzero(y[60:] != 1) + 60
+    np.savez(tmp_path / 'own.npz', x_train=x[:60], y_train=y[:60], x_test=x[rows], y_test=y[rows])
+    setting = Setting(dataset='own.npz', model='mlp', clients=3, partition='iid', rounds=1, algorithm='fedavg')
+    told = pipeline.run(setting, tmp_path / 'run', data_dir=tmp_path, progress=False)
+    assert told['class_tested'] == [10, 0, 10]
+    assert told['class_accuracy'][1] is None
+    np.testing.assert_allclose(np.mean([told['class_accuracy'][c] for c in (0, 2)]), told['global_accuracy'])
+
+
 def test_a_clock_goes_on_from_its_file_whatever_is_in_it(tmp_path, monkeypatch):
     path = tmp_path / 'seconds.json'
     pipeline.write(path, {'data': 2.0})

@@ -17,7 +17,7 @@ import jax
 import optax
 
 from fedjax_nc import checks, tree
-from fedjax_nc.algorithms import fedavg, finetune
+from fedjax_nc.algorithms import fedavg, fedper, finetune
 from fedjax_nc.base import Algorithm, Array, Info, Objective, Shard, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan, clipping, joined, sgd
 from fedjax_nc.objective import predict as logits
@@ -83,13 +83,13 @@ def algorithm(
 
     def client(key: Array, server: fedavg.Server, client: Client, shard: Shard) -> tuple[Client, Tree, Info]:
         own, message, first = inner.client(key, server, client.own, shard)
-        w = server.variables if reference == 'received' else fedavg.trained_model(server, message)
+        w = server.variables if reference == 'received' else fedper.local_model(server, message, own)
         opt = optax.chain(
             limit,
             _pull(w.params, lam),
             personal_opt(server.round),
         )
-        v = client.personal
+        v = client.personal._replace(fixed=server.variables.fixed)  # as prototypes of a base move
 
         def put(params: Tree) -> Variables:
             return v._replace(params=params)

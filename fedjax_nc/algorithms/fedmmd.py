@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from fedjax_nc import checks
 from fedjax_nc.algorithms import fedavg
-from fedjax_nc.algorithms.moon import Preprocess, prepared, reference, seen
+from fedjax_nc.algorithms.moon import reference
 from fedjax_nc.base import Algorithm, Array, Batch, Objective, Tree, Variables
 from fedjax_nc.local import ClientOptimizer
 
@@ -25,7 +25,6 @@ def algorithm(
     client_opt: ClientOptimizer,
     *,
     lam: Array | float = 0.01,
-    preprocess: Preprocess | None = None,
     **kwargs: Any,
 ) -> Algorithm:
     """FedAvg with the discrepancy of features as penalty.
@@ -34,7 +33,6 @@ def algorithm(
       objective: model, head and loss.
       client_opt: from the round's number to a client's optimizer.
       lam: weight of the discrepancy; the FedRS benchmark tries 0.01 and 0.001. 0 is FedAvg.
-      preprocess: as for `moon.algorithm`, for models that augment.
       **kwargs: as for `fedavg.algorithm`, without `penalty`.
 
     Returns:
@@ -47,10 +45,10 @@ def algorithm(
     checks.number('lam', lam)
 
     def penalty(v: Variables, z: Array, batch: Batch, server: fedavg.Server, client: Tree) -> Array:
-        received = reference(objective, server.variables, seen(batch, preprocess))
+        received = reference(objective, server.variables, batch)
         return lam * mmd(z, received, batch.mask)
 
-    return fedavg.algorithm(prepared(objective, preprocess), client_opt, penalty=penalty, **kwargs)
+    return fedavg.algorithm(objective, client_opt, penalty=penalty, **kwargs)
 
 
 def mmd(a: Array, b: Array, mask: Array) -> Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from fedjax_nc import aggregators, checks, classwise, frames, heads, losses
 from fedjax_nc.aggregators import ClassRows
-from fedjax_nc.algorithms import fedavg
+from fedjax_nc.algorithms import fedavg, fedper
 from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Model, Shard, Tree
 from fedjax_nc.frames import normalize
 from fedjax_nc.local import ClientOptimizer, Plan, featurize
@@ -93,7 +93,7 @@ def algorithm(
 
     def client(key: Array, server: fedavg.Server, client: Tree, shard: Shard) -> tuple[Tree, Message, Info]:
         client, message, info = inner.client(key, server, client, shard)
-        v = fedavg.trained_model(server, message)
+        v = fedper.local_model(server, message, client)
         k_images = jax.random.fold_in(key, plan.epochs) if augment else None  # training folds in smaller numbers
         own = featurize(lambda batch: task.features(v, batch)[0], shard, plan.batch_size, k_images)
         weight = classwise.real_rows(own)

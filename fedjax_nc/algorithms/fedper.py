@@ -10,9 +10,11 @@ Client k trains the received body theta and its own head W_k together, `(theta_k
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jax.tree_util import tree_leaves
+
 from fedjax_nc import tree
 from fedjax_nc.algorithms import fedavg
-from fedjax_nc.base import Algorithm, Array, FederatedData, Info, Objective, Shard, Tree
+from fedjax_nc.base import Algorithm, Array, FederatedData, Info, Objective, Shard, Tree, Variables
 from fedjax_nc.local import ClientOptimizer, Plan
 
 
@@ -71,6 +73,19 @@ def holding(server: fedavg.Server, head: Tree) -> fedavg.Server:
     """The server as a client with that `head` sees it: `server` with another `params['head']`."""
     v = server.variables
     return server._replace(variables=v._replace(params={**v.params, 'head': head}))
+
+
+def local_model(server: fedavg.Server, message: Any, client: Tree) -> Variables:
+    """The model with which a client ended its local work, as `fedavg.trained_model`, with the head that it keeps.
+
+    Args:
+      server: from which it began.
+      message: what it sent.
+      client: its state after that work, of any algorithm; a `Client` in it has a head of its own.
+    """
+    v = fedavg.trained_model(server, message)
+    own = [u.head for u in tree_leaves(client, is_leaf=lambda u: isinstance(u, Client)) if isinstance(u, Client)]
+    return v._replace(params={**v.params, 'head': own[0]}) if own else v
 
 
 def private_heads(inner: Algorithm) -> Algorithm:

@@ -170,8 +170,8 @@ def algorithm(
 
     def init(key: Array, data: FederatedData) -> fedavg.Server:
         server = shared.init(key, data)
-        # Beside the others a private head is trained by a base that is not the server's.
-        return fedavg.plain_server(server) if personal.private and not separate else server
+        # Then the base that trains clients is not the server's: it has the personal head, or has it not.
+        return fedavg.plain_server(server) if personal.private != separate else server
 
     def holding(server: fedavg.Server, private: Tree) -> fedavg.Server:
         if not personal.private:

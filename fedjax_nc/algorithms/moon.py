@@ -11,20 +11,16 @@ with which the client ended its previous round, clients minimise
 averaged over the batch. The other two models are frozen and in evaluation mode. The server averages as in FedAvg.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from fedjax_nc import checks, heads, tree
 from fedjax_nc.algorithms import fedavg
-from fedjax_nc.base import Algorithm, Array, Batch, FederatedData, Info, Model, Objective, Shard, Tree, Variables
+from fedjax_nc.base import Algorithm, Array, Batch, Info, Model, Objective, Shard, Tree, Variables
 from fedjax_nc.frames import normalize
 from fedjax_nc.local import ClientOptimizer
 from fedjax_nc.objective import masked_mean
-
-Preprocess = Callable[[Array, Array | None], Array]
-"""(images [B, ...], key) -> what the model sees [B, ...]; key None means evaluation, without augmentation."""
 
 
 class Client(NamedTuple):
@@ -40,7 +36,6 @@ def algorithm(
     *,
     mu: Array | float,
     temperature: Array | float = 0.5,
-    preprocess: Preprocess | None = None,
     **kwargs: Any,
 ) -> Algorithm:
     """FedAvg with the contrast of models as penalty.
@@ -55,8 +50,6 @@ def algorithm(
       client_opt: published: `local.sgd(0.01, weight_decay=1e-5)`.
       mu: weight of the contrast; published: 5 for CIFAR-10, 1 for CIFAR-100 and Tiny-ImageNet. 0 is FedAvg.
       temperature: the T that divides cosines.
-      preprocess: what else would be given to `models.from_flax`, to be given here where it augments: the three models
-        then see the same pixels. An augmentation inside the model is seen by the model in training alone.
       **kwargs: as for `fedavg.algorithm`, without `penalty`.
 
     Returns:
@@ -68,18 +61,17 @@ def algorithm(
     fedavg.refuse_penalty('MOON', kwargs)
     checks.number('mu', mu)
     checks.number('temperature', temperature, open_low=True)
-    task = prepared(objective, preprocess)
 
     def contrasting(previous: Variables) -> Algorithm:
         def penalty(v: Variables, z: Array, batch: Batch, server: fedavg.Server, client: Tree) -> Array:
             received = server.variables
             last = previous._replace(fixed=received.fixed)
-            z_g, z_p = (reference(objective, w, seen(batch, preprocess)) for w in (received, last))
+            z_g, z_p = (reference(objective, w, batch) for w in (received, last))
             return mu * masked_mean(contrast(z, z_g, z_p, temperature), batch.mask)
 
-        return fedavg.algorithm(task, client_opt, penalty=penalty, **kwargs)
+        return fedavg.algorithm(objective, client_opt, penalty=penalty, **kwargs)
 
-    plain = fedavg.algorithm(task, client_opt, **kwargs)
+    plain = fedavg.algorithm(objective, client_opt, **kwargs)
 
     def init_client(key: Array, server: fedavg.Server) -> Client:
         return Client(plain.init_client(key, server), server.variables._replace(fixed=()))
@@ -108,50 +100,19 @@ def contrast(z: Array, z_g: Array, z_p: Array, temperature: Array | float) -> Ar
     return jax.nn.softplus((far - near) / temperature)
 
 
-def seen(batch: Batch, preprocess: Preprocess | None) -> Batch:
-    """The batch as models see it, whoever asks: augmentation depends on the batch's key alone.
-
-    Args:
-      batch: with a key in training, without in evaluation.
-      preprocess: what makes another `x` of it, from half of the key; None leaves the batch as it is.
-    """
-    if preprocess is None:
-        return batch
-    # Half of the key, as `models.from_flax` does it: the other half is for dropout.
-    return batch._replace(x=preprocess(batch.x, None if batch.key is None else jax.random.split(batch.key)[0]))
-
-
-def prepared(task: Objective, preprocess: Preprocess | None) -> Objective:
-    """The same task with preprocessing moved out of the model, so that other models can share its outcome.
-
-    Args:
-      task: its model preprocesses nothing.
-      preprocess: what is done to every batch first, in training and prediction; None for nothing.
-
-    Raises:
-      ValueError: for a `task` that is no Objective.
-    """
-
-    checks.kind('objective', task, Objective)
-
-    def init(key: Array, data: FederatedData) -> Variables:
-        return task.init(key, data._replace(x=seen(Batch(data.x[:1]), preprocess).x))
-
-    return task._replace(init=init, features=lambda v, batch: task.features(v, seen(batch, preprocess)))
-
-
 def reference(task: Objective, v: Variables, batch: Batch) -> Array:
-    """Features of a batch under a model that stands still, in evaluation mode.
+    """Features of a batch under a model that stands still beside one in training.
 
     Args:
       task: whose features they are.
-      v: the model; no gradient reaches it.
-      batch: as the model sees it, see `seen`; its key is not used.
+      v: the model, in evaluation mode; no gradient reaches it.
+      batch: that of the model in training. What its `preprocess` makes of the batch, as given to `models.from_flax`,
+        all models see, augmented by the same draws.
 
     Returns:
       [B, D] float32.
     """
-    return jax.lax.stop_gradient(task.features(v, batch._replace(key=None))[0])
+    return jax.lax.stop_gradient(task.features(v, batch._replace(key=None, beside=batch.key))[0])
 
 
 def projected(model: Model, dim: int | None = 256, hidden: bool = True) -> Model:
@@ -175,9 +136,18 @@ def projected(model: Model, dim: int | None = 256, hidden: bool = True) -> Model
         first = {'first': heads.dense_init(k_first, width, width)} if hidden else {}
         return {'model': params, **first, 'second': heads.dense_init(k_second, width, dim or width)}, stats
 
+    def behind(params: Tree, h: Array) -> Array:
+        h = jax.nn.relu(heads.dense(params['first'], h)) if hidden else h
+        return heads.dense(params['second'], h)
+
     def features(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
         h, stats = model.features(params['model'], stats, x, mask, key)
-        h = jax.nn.relu(heads.dense(params['first'], h)) if hidden else h
-        return heads.dense(params['second'], h), stats
+        return behind(params, h), stats
 
-    return Model(init, features)
+    if (still := model.beside) is None:
+        return Model(init, features)
+
+    def beside(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array) -> Array:
+        return behind(params, still(params['model'], stats, x, mask, key))
+
+    return Model(init, features, beside)

@@ -132,7 +132,8 @@ def described(chosen: Study) -> str:
         lines += ['', f'Published ({", ".join(chosen.metrics)}):']
         for (method, scene), numbers in chosen.published.items():
             if method in chosen.methods and scene in chosen.scenes:
-                said = ' | '.join(cells.number('accuracy', *pair) or '-' for pair in numbers)
+                names = [chosen.metric(method, heading) for heading in chosen.metrics]
+                said = ' | '.join(cells.number(name, *pair) or '-' for name, pair in zip(names, numbers, strict=True))
                 lines.append(f'  {method}{f" | {scene}" if scene else ""}: {said}')
     lines += ['', *(f'Note: {note}' for note in chosen.notes)]
     return '\n'.join(lines).rstrip()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -24,6 +24,8 @@ class Difference(NamedTuple):
 def values(study: Study, found: Found, method: str, scene: str, heading: str) -> dict[int, float]:
     """What one cell has under a heading: seed -> number."""
     name = study.metric(method, heading)
+    if name.startswith(runner.TO) and study.apart(method):  # curves are of the model that a run ends with
+        return {}
     numbers = {seed: runner.value(summary, name) for seed, summary in found.get((method, scene), {}).items()}
     return {seed: number for seed, number in numbers.items() if math.isfinite(number)}
 
@@ -54,7 +56,7 @@ def row(study: Study, found: Found, method: str, scene: str, plus: str = '±') -
         ours, runs = number(name, *mean(numbers.values())[:2], plus), found.get((method, scene), {})
         if not ours and any('diverged' in summary for summary in runs.values()):
             ours = 'diverged'
-        elif not ours and runs and name.startswith(runner.TO):
+        elif not ours and _counted(study, method, runs) and name.startswith(runner.TO):
             ours = 'not reached'
         elif ours and len(numbers) < (seeds := _seeds(found, scene)):
             lost = sum('diverged' in summary for summary in runs.values())
@@ -79,6 +81,11 @@ def best(study: Study, found: Found, scene: str) -> list[set[str]]:
         highest = {method for method, value in told.items() if value == max(told.values())}
         columns.append(highest if len(told) > 1 else set[str]())
     return columns
+
+
+def _counted(study: Study, method: str, runs: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Whether a row has runs whose rounds to an accuracy can be counted."""
+    return not study.apart(method) and any(not summary.get('personal') for summary in runs.values())
 
 
 def _seeds(found: Found, scene: str) -> int:

@@ -199,6 +199,8 @@ DEPENDENT = {
     **{knob: ('partition', tuple(name for name, made in PARTITIONS.items() if knob in knobs(made))) for knob in KNOBS},
     'noise': ('features', ('noisy',)),
     'test_share': ('tests', ('split',)),
+    'norm': ('model', tuple(name for name in networks.MODELS if name.startswith(('resnet', 'mobilenet')))),
+    'weigh': ('algorithm', tuple(name for name in recipes.RECIPES if name != 'solo')),
 }
 """Flags that matter only where another setting has one of these values."""
 
@@ -214,16 +216,34 @@ def setting_of(args: argparse.Namespace) -> Setting:
         Setting.read(args.setting)  # with the file's name in what is wrong
         base = {name: value for name, value in described(args.setting).items() if name in names}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    for several in {'options', 'loading'} & given.keys():
-        given[several] = {name: value for part in given[several] for name, value in part.items()}
-    setting = Setting.of({**base, **given})
+    for several, of in (('options', 'algorithm'), ('loading', 'dataset')):
+        stated = {} if of in given else base.get(several, {})  # those of another method have no meaning here
+        if several in given:
+            given[several] = {**stated, **{name: value for part in given[several] for name, value in part.items()}}
+    setting = Setting.of({**said(base), **given})
     for name, (chosen, known) in DEPENDENT.items():
         if name in given and (has := getattr(setting, chosen)) not in known:
-            if ':' in has and name in knobs(partition(has)):  # of one's own
+            if ':' in has and (chosen != 'partition' or name in knobs(partition(has))):  # of one's own
                 continue
             flag = f'--{name.replace("_", "-")}'
             raise ValueError(f'{flag} changes nothing with {chosen} {has}: it is for {", ".join(known)}')
     return setting
+
+
+def said(plain: dict[str, Any]) -> dict[str, Any]:
+    """A setting without what it says by default, which beside flags may be another, if a program has written it whole.
+
+    What a person has written in a file is meant, whether it is a default or not.
+    """
+    open_ended = [field.name for field in dataclasses.fields(Setting) if field.default is None]
+    if not plain.keys() >= set(open_ended):
+        return plain
+    whole, rest = Setting.of(plain).plain(), dict(plain)
+    for name in open_ended:
+        without = {other: value for other, value in rest.items() if other != name}
+        if Setting.of(without).plain() == whole:
+            rest = without
+    return rest
 
 
 def prepare(count: int) -> Mesh | None:
@@ -257,7 +277,8 @@ def main(argv: list[str] | None = None, *, prog: str = 'cifar.py', description: 
             tune=args.tune, host=args.host, mesh=mesh, on_round=on_round, keep_personal=args.keep_personal,
             record={**where, 'clients_per_chunk': args.clients_per_chunk, 'devices': args.devices},
         )  # fmt: skip
-    for name in ('global_accuracy', 'global_accuracy_last5', 'personal_accuracy_before', 'personal_accuracy'):
+    last = f'global_accuracy_last{setting.eval_last}'
+    for name in ('global_accuracy', last, 'personal_accuracy_before', 'personal_accuracy'):
         if name in summary:
             print(f'{name:26} {100 * summary[name]:6.2f} %')
     print(f'{"rounds_per_second":26} {summary["rounds_per_second"]:6.2f}\nwritten to {args.out}')

@@ -32,6 +32,7 @@ def of(study: Study, found: Found, target: float | None = None) -> Iterator[tupl
     What rounds, clients and classes say is of the model that a run ends with: rows that look at another are left out.
     """
     curves: Panels = {}
+    personal: Panels = {}
     sent: Panels = {}
     spread: Panels = {}
     probed: dict[str, Panels] = {}  # by what was measured
@@ -46,9 +47,10 @@ def of(study: Study, found: Found, target: float | None = None) -> Iterator[tupl
             rounds = sorted(set.intersection(*({r for r, _ in s['curve']} for s in runs)))
             lines = [[dict(s['curve'])[r] for r in rounds] for s in runs]
             if len(rounds) > 1:  # one is no curve
-                curves.setdefault(title, {})[method] = (rounds, lines)
+                alone = any(s.get('personal') for s in runs)
+                (personal if alone else curves).setdefault(title, {})[method] = (rounds, lines)
                 each = [(s['bytes']['down'] + s['bytes']['up']) / s['rounds'] for s in runs if 'bytes' in s]
-                if each:
+                if each and not alone:
                     sent.setdefault(title, {})[method] = (np.array(rounds) * np.mean(each), lines)
                 for name in sorted(set.intersection(*(set(s.get('probed', ())) for s in runs))):
                     values = [[dict(s['probed'][name]).get(r, math.nan) for r in rounds] for s in runs]
@@ -61,6 +63,8 @@ def of(study: Study, found: Found, target: float | None = None) -> Iterator[tupl
                 bars.setdefault(names, {}).setdefault(title, {})[method] = grouped
     if curves:
         yield 'curves', labelled(plots.curve_panels(curves), 'test accuracy [%]')
+    if personal:  # of methods without a generic model, which cannot be told beside it
+        yield 'curves_personal', labelled(plots.curve_panels(personal), "mean of clients' accuracies [%]")
     if sent:
         most = max(float(np.max(x)) for panel in sent.values() for x, _ in panel.values())
         unit, factor = ('GB', 1e9) if most >= 1e10 else ('MB', 1e6) if most >= 1e7 else ('kB', 1e3)
@@ -115,20 +119,28 @@ def grouping(summaries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], G
         return ('many', 'medium', 'few'), by_examples
     if all(len(examples) <= 10 for examples in tables):
         count = max((len(examples) for examples in tables), default=0)
-        return tuple(map(str, range(count))), lambda s: [100.0 * a for a in s['class_accuracy']]
+        return tuple(map(str, range(count))), lambda s: percents(s).tolist()
     return ('best third', 'middle', 'worst third'), by_thirds
 
 
 def by_examples(summary: Mapping[str, Any]) -> list[float]:
-    """Of classes with many, medium and few examples."""
-    accuracy, group = 100 * np.array(summary['class_accuracy']), evaluate.groups(jnp.asarray(summary['class_examples']))
-    return [float(accuracy[np.asarray(group) == g].mean()) if (group == g).any() else math.nan for g in range(3)]
+    """Of classes with many, medium and few examples, by the test examples that they have."""
+    accuracy, group = percents(summary), np.asarray(evaluate.groups(jnp.asarray(summary['class_examples'])))
+    weight = np.array(summary.get('class_tested', np.isfinite(accuracy)), float)
+    tested = [(group == g) & (weight > 0) for g in range(3)]
+    return [float(np.average(accuracy[rows], weights=weight[rows])) if rows.any() else math.nan for rows in tested]
 
 
 def by_thirds(summary: Mapping[str, Any]) -> list[float]:
-    """Of the best, middle and worst third of the classes."""
-    thirds = np.array_split(np.sort(100 * np.array(summary['class_accuracy']))[::-1], 3)
-    return [float(third.mean()) for third in thirds]
+    """Of the best, middle and worst third of the classes that are tested."""
+    accuracy = percents(summary)
+    thirds = np.array_split(np.sort(accuracy[np.isfinite(accuracy)])[::-1], 3)
+    return [float(third.mean()) if len(third) else math.nan for third in thirds]
+
+
+def percents(summary: Mapping[str, Any]) -> np.ndarray:
+    """Accuracies of classes [C], NaN for those without test examples."""
+    return 100 * np.array(summary['class_accuracy'], float)
 
 
 def labelled(figure: Any, ylabel: str) -> Any:

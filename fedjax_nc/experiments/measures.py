@@ -1,7 +1,7 @@
 """What is measured of a run: while it trains, and when it is done."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ from fedjax_nc import aggregators, checks, data, evaluate, memory, simulate, tre
 from fedjax_nc.base import Algorithm, Array, FederatedData, Info, State
 from fedjax_nc.data.host import AT_ONCE
 from fedjax_nc.experiments import probes, recipes
-from fedjax_nc.experiments.scene import Scene, same_model
-from fedjax_nc.experiments.setting import Setting
+from fedjax_nc.experiments.scene import Scene, drawn, same_model
+from fedjax_nc.experiments.setting import NATURAL, Setting
 
 DEEP, LONG = 48, 5e9
 """Arrays of a server state, and parameters times examples, from which on a stage is compiled as rounds are: `once`
@@ -96,12 +96,21 @@ class Measures:
         begun = simulate.join(calibrate, self.k_tune, state.server, self.setting.clients)
         return calibrate, of_all(calibrate, self.k_tune, begun, self.train, self.chunk)[0]
 
+    def took_part(self, state: State) -> Array:
+        """Which clients were in a cohort: [K] bool."""
+        setting = self.setting
+        return simulate.participants(self.k_train, state.server.round, setting.clients, setting.cohort)
+
+    def owners(self, state: State) -> list[int]:
+        """The clients with a personal model: all, where a stage makes them, else those that have taken part."""
+        if self.recipe.personalize is not None:
+            return list(range(self.setting.clients))
+        return np.flatnonzero(self.took_part(state)).tolist()
+
     def kept(self, state: State, algorithm: Algorithm | None = None) -> Array:
         """Counts [K, C, C] of what clients keep, of those that have taken part: the others have what all began with."""
-        setting = self.setting
-        took = simulate.participants(self.k_train, state.server.round, setting.clients, setting.cohort)
         tables = evaluate.per_client(algorithm or self.recipe.train, state, self.test)
-        return jnp.where(took[:, None, None], tables, 0)
+        return jnp.where(self.took_part(state)[:, None, None], tables, 0)
 
     def table(self, algorithm: Algorithm, state: State) -> Array:
         """Counts of the generic model on the test set."""
@@ -126,8 +135,9 @@ class Measures:
             vectors = {**v.fixed['head'], **v.params['head']}  # frozen ones are 'v', learned ones 'w'
             strength = memory.strength(v.fixed['memory'], vectors['v' if 'v' in vectors else 'w'])
             seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
-        if 'scale' in v.params.get('head', {}):
-            seen['temperature'] = v.params['head']['scale']
+        head = v.params.get('head')
+        if isinstance(head, Mapping) and 'scale' in head and jnp.ndim(head['scale']) == 0:
+            seen['temperature'] = head['scale']
         return seen | self.probed(delivered, table)
 
     def probed(self, delivered: tuple[Algorithm, State], table: Array) -> dict[str, Array]:
@@ -171,6 +181,7 @@ class Measures:
             told[f'personal_accuracy_{name}'] = float(evaluate.over_clients(self.kept(state, view)).mean)
         tested = np.asarray(tables).sum((1, 2))
         told['clients'] = {
+            **self.named(),
             'examples': np.asarray(self.train.size).tolist(),
             'tested': tested.tolist(),
             'personal_accuracy': each(evaluate.accuracy(tables), tested),
@@ -197,15 +208,25 @@ class Measures:
         if not self.recipe.generic:
             return {}
         algorithm, model = delivered
+        table = self.table(algorithm, model)
+        tested = np.asarray(table).sum(1)
         found: dict[str, Any] = {
-            'class_accuracy': np.asarray(evaluate.class_accuracy(self.table(algorithm, model))).tolist(),
+            'class_accuracy': each(evaluate.class_accuracy(table), tested),
             'class_examples': np.asarray(self.train.counts).sum(0).tolist(),
+            'class_tested': tested.tolist(),
         }
         if self.recipe.oracle is not None:
             algorithm, refit = self.recipe.oracle
             bound = refit(self.k_tune, state, self.train)
             found['global_accuracy_oracle'] = float(evaluate.accuracy(self.table(algorithm, bound)))
         return found
+
+    def named(self) -> dict[str, Any]:
+        """Which of the data's own clients the run's are, by name or number, where a partition has drawn them."""
+        if self.setting.partition != NATURAL:
+            return {}
+        owners, _ = drawn(self.dataset, self.setting)
+        return {'ids': [self.dataset.clients[k] if self.dataset.clients else int(k) for k in owners]}
 
     def told(self, name: str, tables: Array) -> dict[str, Any]:
         """Accuracies over clients; on a common test set also by the classes that clients have, as FedNH's PM are."""

@@ -70,7 +70,7 @@ class Recipe(NamedTuple):
         return self.calibrate or (self.final if self.refines else self.train)
 
 
-SAID = ('plan', 'server_opt', 'personal_opt', 'head', 'auxiliary', 'preprocess', 'base', 'penalty')
+SAID = ('plan', 'server_opt', 'personal_opt', 'head', 'auxiliary', 'base', 'penalty')
 """Arguments of factories that settings tell by other names, or that `Recipe.told` tells apart."""
 
 

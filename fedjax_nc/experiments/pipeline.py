@@ -100,6 +100,7 @@ def run(
         clock = Clock(out / 'seconds.json')
         with clock.part('data'):
             record |= {'data': digest(setting, data_dir) or None}
+            begun_with(record, out)
             scene = load(setting, data_dir, host)
         with clock.part('tuning') if tune else contextlib.nullcontext():
             choice = chosen(setting, scene, out, chunk, tune, progress)
@@ -165,6 +166,20 @@ def replaced(config: dict[str, Any], setting: Setting, digest: Callable[[str], s
         if config.get(name) and now and config[name] != now:
             return what
     return ''
+
+
+def begun_with(record: dict[str, Any], out: Path) -> None:
+    """Refuses to go on from a run whose means would be of two test sets, or of two functions.
+
+    Of a method, its parts and the clients' examples, checkpoints know themselves whether they are the same.
+
+    Raises:
+      ValueError: if data of one's own, or files of probes, are not those of `config.json` in `out`.
+    """
+    before = known(out / 'config.json') if (out / 'config.json').exists() else {}
+    for name, what in (('data', 'other data'), ('probes_source', 'another file of probes')):
+        if before.get(name) and record.get(name) and before[name] != record[name]:
+            raise ValueError(f'{out} was begun with {what}: put back what was there, or choose another directory')
 
 
 def import_ahead() -> None:
@@ -252,7 +267,12 @@ def conclude(
         'rounds': sum(row['seconds'] for row in done.history),
     }
     final = [row for row in done.history if row['round'] > setting.rounds - setting.eval_last]
-    if any(('accuracy' if recipe.generic else 'accuracy_personal') not in row for row in final):
+    missing = [('accuracy' if recipe.generic else 'accuracy_personal') not in row for row in final]
+    if missing[-1]:
+        raise ValueError(
+            f'{out} was to have more rounds and was not evaluated after {setting.rounds}: let it have more of them'
+        )
+    if any(missing):
         warnings.warn(
             f'{out}: means over the last {setting.eval_last} rounds leave some out, in which the run was not evaluated '
             'because it was to have more rounds when it was begun',
@@ -267,7 +287,7 @@ def conclude(
         **({'global_accuracy': done.history[-1]['accuracy']} if recipe.generic else {}),
         **{
             f'global_{name}_last{setting.eval_last}': training.last_mean(final, name, setting.eval_last)
-            for name in KEPT
+            for name in (*KEPT, *(f'accuracy_{view}' for view in recipe.views))
             if name in done.history[-1]
         },
         **{
@@ -283,7 +303,11 @@ def conclude(
         'padded_work_share': float(np.mean([row['padded_work'] for row in done.history])),
         'broken_clients': int(sum(row['broken'] for row in done.history)),
         'parameters': parameters(done.state),
-        'bytes': sent(setting, traffic.of(recipe.train, first, done.state, measure.train)),
+        'bytes': sent(
+            setting,
+            traffic.of(recipe.train, first, done.state, measure.train),
+            recipe.calibrate and traffic.of(recipe.calibrate, delivered[1].server, delivered[1], measure.train),
+        ),
         'jax': jax.__version__,
         **provenance.about(),
     }
@@ -295,7 +319,7 @@ def conclude(
     if keep_personal and tuned and _checkpoints.first_process():
         algorithm, state = own[0], jax.device_get(own[1])
         (out / PERSONAL).parent.mkdir(exist_ok=True)
-        for client in range(setting.clients):
+        for client in measure.owners(done.state):
             save(out / PERSONAL.format(client), algorithm, state, client=client)
     write(out / 'config.json', config)  # a resumed run may be longer than it was begun
     write(out / 'seconds.json', clock.seconds)
@@ -344,17 +368,24 @@ def parameters(state: State) -> dict[str, int]:
     return {**parts, 'total': sum(parts.values())}
 
 
-def sent(setting: Setting, each: traffic.Traffic) -> dict[str, int]:
-    """Bytes of a client in a round, of a round, and of the run, in which every client is sent once what never moves."""
-    members, rounds = setting.cohort, setting.rounds
+def sent(setting: Setting, each: traffic.Traffic, after: traffic.Traffic | None = None) -> dict[str, int]:
+    """Bytes of a client in a round, of a round, and of the run, in which every client is sent once what never moves.
+
+    A stage `after` training, to calibrate, has every client once, which is sent all that it reads; the run includes it.
+    """
+    members, rounds, clients = setting.cohort, setting.rounds, setting.clients
+    stage = {}
+    if after is not None:
+        stage = {'calibration_down': clients * (after.down + after.once), 'calibration_up': clients * after.up}
     return {
         'client_down': each.down,
         'client_up': each.up,
         'client_once': each.once,
         'round_down': members * each.down,
         'round_up': members * each.up,
-        'down': rounds * members * each.down + setting.clients * each.once,
-        'up': rounds * members * each.up,
+        'down': rounds * members * each.down + clients * each.once + stage.get('calibration_down', 0),
+        'up': rounds * members * each.up + stage.get('calibration_up', 0),
+        **stage,
     }
 
 

@@ -131,19 +131,13 @@ class Method(NamedTuple):
                 raise
             raise ValueError(f'{self.name} cannot take the options {dict(options)}: {error}') from error
         if personal == 'latest' and recipe.personalize is not None:
-            told = recipe.told
+            if recipe.refines and recipe.calibrate is None:
+                raise ValueError(
+                    f'{self.name} makes its general model in the stage after training, which personal={personal!r} '
+                    'would leave out'
+                )
             kept = alg.latest.keep(recipe.train)
-            recipe = Recipe(
-                kept,
-                None,
-                recipe.calibrate,
-                join,
-                recipe.refines,
-                told=told,
-                views=recipe.views,
-                task=recipe.task,
-                variables=recipe.variables,
-            )
+            recipe = recipe._replace(train=kept, personalize=None, enter=join, variants={})
         return recipe
 
 
@@ -261,7 +255,7 @@ def fedprox_recipe(s: Setup) -> Recipe:
 
 
 def contrasting(factory: Callable[..., Algorithm], project: bool, **kwargs: Any) -> Callable[[Setup], Recipe]:
-    """A method that compares models on the same images, which the option `preprocess` prepares for all of them.
+    """A method that compares models on the same images.
 
     Args:
       factory: MOON's or FedMMD's.
@@ -279,9 +273,8 @@ def contrasting(factory: Callable[..., Algorithm], project: bool, **kwargs: Any)
         if projected := options.pop('project'):
             s = s._replace(model=alg.moon.projected(s.model))
         s = s._replace(options=options)
-        seen = alg.moon.prepared(s.task, options.get('preprocess'))
         recipe = trained(factory, s.task, s.client_opt, **s.common)
-        return recipe._replace(personalize=s.finetune(seen), told={'project': projected, **recipe.told})
+        return recipe._replace(personalize=s.finetune(), told={'project': projected, **recipe.told})
 
     return made
 
@@ -413,7 +406,7 @@ def ccvr_recipe(s: Setup) -> Recipe:
     recipe, task = bases[base](s._replace(options=options)), s.task
     if base == 'moon':
         body = alg.moon.projected(s.model) if options.get('project', True) else s.model
-        task = alg.moon.prepared(objective(body, s.head, s.loss), options.get('preprocess'))
+        task = objective(body, s.head, s.loss)
     psi = alg.ccvr.tukey() if samples else None  # without virtual features the model stays what it was
     seen = transformed(task, psi) if psi else task
     personal = s.finetune(seen, parts=('head',))

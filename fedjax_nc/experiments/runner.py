@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import sys
 import time
 import warnings
@@ -81,7 +82,7 @@ def carry_out(
         missing, trouble = missing + runs, trouble or error
     left = [run for run in left if run not in missing]
     while left:
-        group = alike(left[0], left, out) if together and watch is None else left[:1]
+        group = alike(left[0], left, out) if together and watch is None and not tune and chunk is None else left[:1]
         left = [run for run in left if run not in group]
         with contextlib.ExitStack() as held:
             ours = []
@@ -219,8 +220,8 @@ def summary(run: Run, out: str | Path) -> dict[str, Any] | None:
     """What a finished run has found, with its `curve`; None for one that is not finished or has other settings than its
     name says, or whose summary is damaged.
 
-    The curve is (round, accuracy in percent) of every evaluation, of the generic model or of personal ones. Numbers of
-    probes over the rounds stand in `probed` by their names.
+    The curve is (round, accuracy in percent) of every evaluation, of the generic model, or of personal ones if it says
+    `personal`. Numbers of probes over the rounds stand in `probed` by their names.
     """
     path = where(run, out) / 'summary.json'
     if not path.exists():
@@ -239,6 +240,7 @@ def summary(run: Run, out: str | Path) -> dict[str, Any] | None:
     probed = {name for row in rows for name in row if not probes.taken(name)}
     return found | {
         'curve': [(int(row['round']), 100.0 * next(row[u] for u in ACCURACIES if u in row)) for row in rows],
+        'personal': any('accuracy' not in row for row in rows),
         'probed': {name: [(int(row['round']), row[name]) for row in rows if name in row] for name in sorted(probed)},
     }
 
@@ -349,9 +351,11 @@ def spent(found: Mapping[str, Any]) -> float:
 def value(found: Mapping[str, Any], name: str) -> float:
     """A number of a summary, NaN if it has none; accuracies in percent.
 
-    `rounds_to:0.9` is the first evaluated round in which the accuracy was at least that.
+    `rounds_to:0.9` is the first evaluated round in which the generic model's accuracy was at least that.
     """
     if name.startswith(TO):
+        if found.get('personal'):
+            return math.nan
         goal = 100 * float(name[len(TO) :]) - ROUNDING
         return float(next((r for r, seen in found.get('curve', ()) if seen >= goal), math.nan))
     number = found.get(name)
@@ -362,7 +366,7 @@ def value(found: Mapping[str, Any], name: str) -> float:
 
 def percent(name: str) -> bool:
     """Whether a number is a share that is told in percent."""
-    return 'accuracy' in name or name.startswith(('global_many', 'global_medium', 'global_few'))
+    return bool(re.search(r'(^|_)accuracy(_|$)|^global_(many|medium|few)_last\d+$', name))
 
 
 def shown(name: str, number: float) -> str:

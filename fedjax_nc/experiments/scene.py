@@ -232,10 +232,6 @@ def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None 
     held = None
     if setting.algorithm == 'ratioloss':
         held = recipes.auxiliary(dataset.x_train, dataset.y_train, dataset.num_classes)
-    options = dict(setting.options)
-    compares = setting.algorithm in ('moon', 'fedmmd') or options.get('base') == 'moon'
-    if augment is not None and compares:
-        options, augment = {**options, 'preprocess': augment}, None  # all models that are compared see the same pixels
     model = networks.build(
         setting.model, norm=setting.norm, precision=setting.precision, conv=choice.convolution(), preprocess=augment
     )
@@ -245,5 +241,6 @@ def build(setting: Setting, dataset: data.Dataset, choice: tuning.Choice | None 
         local.Plan(setting.batch_size, setting.local_epochs, choice.tails, choice.narrower),
         head=setting.head, loss=setting.loss, server_opt=server_opt,
         personal_opt=local.sgd(setting.lr, setting.personal_momentum, 0.0, setting.lr_decay), rounds=setting.rounds,
-        auxiliary=held, weigh=setting.weigh, personal=setting.personal, options=options, **ETF.get(setting.model, {}),
+        auxiliary=held, weigh=setting.weigh, personal=setting.personal, options=dict(setting.options),
+        **ETF.get(setting.model, {}),
     )  # fmt: skip

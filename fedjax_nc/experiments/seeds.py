@@ -91,17 +91,19 @@ def run(
                 exact = [Measures(setting, recipe, scene) for setting, scene in zip(settings, alone, strict=True)]
             begun = [measure.begun() for measure in exact]
             servers = [jax.device_get(state.server) for state in begun]
-        trained = train(recipe.train, measures, begun, lanes, clock, progress)
+        trained, histories = train(recipe.train, measures, begun, lanes, clock, progress)
         found: list[dict[str, Any] | training.DivergedError] = []
-        for measure, done, server, folder, scene in zip(measures, trained, servers, folders, alone, strict=True):
+        for measure, done, history, server, folder, scene in zip(
+            measures, trained, histories, servers, folders, alone, strict=True
+        ):
             config = {**measure.setting.plain(), **{name: value for name, value in about.items() if value}}
             pipeline.write(folder / 'config.json', config)
+            files = _checkpoints.Files(folder, _training.about(recipe.train, scene[1], measure.setting.cohort))
+            files.log(history)
             if isinstance(done, training.DivergedError):
                 found.append(done)
                 continue
-            files = _checkpoints.Files(folder, _training.about(recipe.train, scene[1], measure.setting.cohort))
-            files.log(done.history)
-            files.save(len(done.history), done.state, measure.k_train, done.history)
+            files.save(len(history), done.state, measure.k_train, history)
             own = Clock()
             own.seconds |= {name: seconds / len(settings) for name, seconds in clock.seconds.items()}
             try:
@@ -113,8 +115,11 @@ def run(
 
 def train(
     algorithm: Algorithm, measures: list[Measures], states: list[State], lanes: int | None, clock: Clock, progress: bool
-) -> list[training.Run | training.DivergedError]:
-    """Trains all seeds; what each did, or why it stopped. Times are shares of what all took together."""
+) -> tuple[list[training.Run | training.DivergedError], list[list[training.Row]]]:
+    """Trains all seeds; what each did, or why it stopped, and its rows until then.
+
+    Times are shares of what all took together.
+    """
     setting, count = measures[0].setting, len(measures)
     pool, tables = stacked([m.train for m in measures])
     if lanes is None:
@@ -153,7 +158,7 @@ def train(
     for i, history in enumerate(histories):
         state = jax.tree.map(lambda u, i=i: u[i], held)
         out.append(stopped.get(i) or training.Run(state, history, compiling, _training.speed(history)))
-    return out
+    return out, histories
 
 
 def together(algorithm: Algorithm, cohort: int | None, lanes: int) -> Callable[..., tuple[State, simulate.Report]]:

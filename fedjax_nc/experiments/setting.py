@@ -30,7 +30,10 @@ NATURAL = 'natural'  # each client has the examples that are its own, and may ha
 
 def uneven_classes(labels: np.ndarray, clients: int, classes_per_client: int, most_classes: int, *, seed: int) -> Parts:
     """That of `data`, whose range of classes is two settings."""
-    return data.uneven_classes(labels, clients, (classes_per_client, most_classes), seed=seed)
+    numbers: Sequence[int] = (classes_per_client, most_classes)
+    if clients == 2:  # of which a pair would be the numbers, and no range
+        numbers = np.random.default_rng(seed).integers(classes_per_client, most_classes + 1, 2).tolist()
+    return data.uneven_classes(labels, clients, numbers, seed=seed)
 
 
 def by_domain(labels: np.ndarray, clients: int, *, owners: np.ndarray, seed: int) -> Parts:

@@ -247,7 +247,9 @@ class Study:
           method: the row.
           kind: how the names of what it looks at begin: `global_accuracy` for generic models, `personal_accuracy_`.
         """
-        return any(name.startswith(kind) for name in self.own.get(method, {}).values())
+        final = re.compile(r'global_accuracy(_last\d+)?')  # numbers of the model that the run ends with
+        names = self.own.get(method, {}).values()
+        return any(name.startswith(kind) and not final.fullmatch(name) for name in names)
 
     def against(self, baseline: str | None) -> Self:
         """The study with another baseline, one of its methods; its own if that is None.

@@ -182,7 +182,11 @@ def modelled(init: Callable[[Array, Array], tuple[Tree, Tree]], apply: Apply, pr
         z, new = apply(params, stats, prepare(x, augment), mask, noise)
         return jnp.asarray(z, jnp.float32), new
 
-    return Model(begin, features)
+    def beside(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array) -> Array:
+        z, _ = apply(params, stats, prepare(x, jax.random.split(key)[0]), mask, None)
+        return jnp.asarray(z, jnp.float32)
+
+    return Model(begin, features, None if preprocess is None else beside)
 
 
 def asked(function: Callable[..., Any], arguments: int = 1, known: Sequence[str] = ()) -> Callable[..., dict[str, Any]]:

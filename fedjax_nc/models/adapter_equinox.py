@@ -80,14 +80,14 @@ def from_equinox(
     held_like = _held(shapes, state_like)
 
     def state_of(stats: Tree) -> eqx.nn.State:
-        state, held = state_like, _filled(held_like, as_state(stats, _flat(held_like)))
+        state, held = state_like, _sums(shapes, _filled(held_like, as_state(stats, _flat(held_like))))
         for name, index in _indices(shapes).items():
             state = jax.tree.map(lambda u: u, state).set(index, held[name])
         return state
 
     def init(key: Array, x: Array) -> tuple[Tree, Tree]:
         body, state = made(key)
-        return _flat(eqx.filter(body, _is_trained)), as_values(_flat(_held(body, state))) or ()
+        return _flat(eqx.filter(body, _is_trained)), as_values(_flat(_averages(body, _held(body, state)))) or ()
 
     def apply(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
         body = eqx.combine(_filled(trained, params), static)
@@ -104,7 +104,7 @@ def from_equinox(
             return out if stateful else (out, ())
 
         z, new = jax.vmap(one, out_axes=(0, None), axis_name=AXIS)(x, rows, real)
-        return z, as_values(_flat(_held(shapes, new))) if stateful else stats
+        return z, as_values(_flat(_averages(shapes, _held(shapes, new)))) if stateful else stats
 
     return modelled(init, apply, preprocess)
 
@@ -148,6 +148,37 @@ def _indices(body: Any) -> dict[str, eqx.nn.StateIndex]:
 def _held(body: Any, state: eqx.nn.State) -> dict[str, Tree]:
     """A module's state by the same places."""
     return {name: state.get(index) for name, index in _indices(body).items()}
+
+
+def _averages(body: Any, held: dict[str, Tree]) -> dict[str, Tree]:
+    """The same state with averages in the place of the sums that a BatchNorm of mode 'batch' keeps.
+
+    Such a sum begins with 0 for means and 1 for variances, of which `momentum ** n` is left after n batches, and the
+    rest of its weight is that of what it has seen. Of clients with different n the mean of sums is no mean's sum.
+    """
+
+    def average(total: Array, first: float, left: Array) -> Array:
+        return jnp.where(left == 1, total, (total - first * left) / jnp.where(left == 1, 1, 1 - left))
+
+    return _converted(body, held, average)
+
+
+def _sums(body: Any, held: dict[str, Tree]) -> dict[str, Tree]:
+    """The state of which `_averages` makes `held`."""
+    return _converted(
+        body, held, lambda mean, first, left: jnp.where(left == 1, mean, first * left + mean * (1 - left))
+    )
+
+
+def _converted(body: Any, held: dict[str, Tree], convert: Callable[[Array, float, Array], Array]) -> dict[str, Tree]:
+    out = dict(held)
+    for path, part in jax.tree.leaves_with_path(body, is_leaf=_is_norm):
+        if _is_norm(part) and part.mode == 'batch':
+            at = f'{_named(path)}.' if path else ''
+            left = part.momentum ** held[f'{at}batch_counter'].astype(jnp.float32)
+            mean, var = held[f'{at}batch_state_index']
+            out[f'{at}batch_state_index'] = convert(mean, 0.0, left), convert(var, 1.0, left)
+    return out
 
 
 def _filled(like: Tree, values: dict[str, Any]) -> Tree:

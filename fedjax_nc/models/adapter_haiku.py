@@ -42,11 +42,11 @@ def from_haiku(
         raise ValueError(f'`function` must build its modules: lambda x: Net(64)(x); got {checks.shown(function)}.')
     named = asked(function)
 
-    def body(x: Array, mask: Array | None, train: bool, met: list[str]) -> Array:
+    def body(x: Array, mask: Array | None, train: bool, met: dict[str, hk.Module]) -> Array:
         def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             inner = context.module
             if context.method_name == '__call__':
-                met.append(inner.module_name)
+                met[inner.module_name] = inner
                 if inner.module_name == classifier:
                     return first(args, kwargs)
                 if isinstance(inner, hk.BatchNorm) and mask is not None:
@@ -60,20 +60,31 @@ def from_haiku(
 
     pure = hk.transform_with_state(body)
 
-    def shapes(x: Array) -> Tree:
-        """The state that the function has, of which `stats` hold the values."""
-        return jax.eval_shape(lambda x: pure.init(jax.random.key(0), x, None, True, [])[1], x)
+    def state_of(stats: Tree, x: Array) -> dict[str, Any]:
+        """The state that the function has, of which `stats` hold the values.
+
+        A moving average without bias is a sum over `1 - decay ** n`, after n batches. Of clients with different n the
+        mean of sums belongs to no such average: sums are made anew of the averages.
+        """
+        met: dict[str, hk.Module] = {}
+        like = jax.eval_shape(lambda x: pure.init(jax.random.key(0), x, None, True, met)[1], x)
+        state = dict(as_state(stats, dict(like)))
+        for name, part in met.items():
+            if isinstance(part, hk.ExponentialMovingAverage) and part.zero_debias:
+                mean, n = state[name]['average'], state[name]['counter']
+                state[name] = {**state[name], 'hidden': mean * (1 - jnp.power(jnp.asarray(part.decay, mean.dtype), n))}
+        return state
 
     def init(key: Array, x: Array) -> tuple[Tree, Tree]:
-        met: list[str] = []
+        met: dict[str, hk.Module] = {}
         params, state = pure.init(key, x, None, True, met)  # as haiku's own examples do: averages are made in training
         if classifier is not None and classifier not in met:
             raise ValueError(no_part('classifier', classifier, met))
         return dict(params), as_values(dict(state)) or ()
 
     def apply(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
-        state = as_state(stats, dict(shapes(x))) if stats else {}
-        z, new = pure.apply(params, state, key, x, mask, key is not None, [])
+        state = state_of(stats, x) if stats else {}
+        z, new = pure.apply(params, state, key, x, mask, key is not None, {})
         return z, as_values(dict(new)) if stats else stats
 
     return modelled(init, apply, preprocess)

@@ -7,8 +7,9 @@ import pytest
 import softmax_by_hand as by_hand
 import toys
 
-from fedjax_nc import footprint, local, simulate
-from fedjax_nc.algorithms import fedavg, fedmmd, moon
+from fedjax_nc import footprint, heads, local, losses, models, simulate
+from fedjax_nc.algorithms import fedavg, fedmmd
+from fedjax_nc.objective import objective
 
 LAM = 2.0
 
@@ -155,13 +156,15 @@ def jitter(x, key):
 def test_without_weight_it_is_fedavg_and_the_models_see_the_same_pixels(data):
     """In its first step a client is the received model, and features of the same pixels coincide."""
     plan = local.Plan(1000, 1)
+    model = models.from_functions(lambda key, x: {'u': jnp.ones(x.shape[1:])}, lambda p, x: x * p['u'], jitter)
+    jittery = objective(model, heads.linear(), losses.cross_entropy)
 
     @jax.jit
     def work(server, shard, lam):
-        algorithm = fedmmd.algorithm(by_hand.task, by_hand.opt, lam=lam, preprocess=jitter, plan=plan)
+        algorithm = fedmmd.algorithm(jittery, by_hand.opt, lam=lam, plan=plan)
         return algorithm.client(toys.KEY, server, (), shard)[1:]
 
-    plain = fedavg.algorithm(moon.prepared(by_hand.task, jitter), by_hand.opt, plan=plan)
+    plain = fedavg.algorithm(jittery, by_hand.opt, plan=plan)
     server = simulate.init(plain, toys.KEY, data).server
     off, on = (work(server, data.shard(4), lam) for lam in (0.0, 10.0))
     toys.same(off, jax.jit(plain.client)(toys.KEY, server, (), data.shard(4))[1:])

@@ -15,7 +15,7 @@ import toys
 from fedjax_nc import heads, local, losses, models, simulate
 from fedjax_nc.algorithms import fedavg, fedetf, moon
 from fedjax_nc.base import Batch
-from fedjax_nc.objective import objective
+from fedjax_nc.objective import freezing, objective
 
 MU, T = 3.0, 0.5
 
@@ -133,16 +133,23 @@ def test_without_contrast_it_is_fedavg(data):
     toys.same(mine[0].own, momentum)
 
 
-def test_preprocessing_is_that_of_the_model(data):
-    """Given to MOON or to the model, pixels and first weights are the same, in training and without a key."""
-    inside = objective(models.from_flax(models.MLP((6,)), jitter), heads.linear(), losses.cross_entropy)
-    outside = objective(models.from_flax(models.MLP((6,))), heads.linear(), losses.cross_entropy)
-    shared = moon.prepared(outside, jitter)
-    v = inside.init(toys.KEY, data)
-    toys.same(shared.init(toys.KEY, data), v)
-    for key in (toys.KEY, None):
-        batch = Batch(data.x[:8], key=key)
-        toys.same(shared.features(v, batch), inside.features(v, batch))
+@pytest.mark.parametrize('project', [False, True])
+def test_a_model_that_stands_still_sees_what_the_one_in_training_does(data, project):
+    """Its features are those of evaluation on pixels that half of the batch's key has augmented."""
+
+    def task(preprocess):
+        body = models.from_flax(models.MLP((6,)), preprocess)
+        return objective(moon.projected(body, 3) if project else body, heads.linear(), losses.cross_entropy)
+
+    augmented, quiet = task(jitter), task(None)
+    v = augmented.init(toys.KEY, data)
+    batch = Batch(data.x[:8], key=toys.KEY)
+    seen = batch._replace(x=jitter(batch.x, jax.random.split(batch.key)[0]), key=None)
+    toys.same(moon.reference(augmented, v, batch), quiet.features(v, seen)[0])
+    toys.same(moon.reference(quiet, v, batch), quiet.features(v, batch._replace(key=None))[0])
+    # A frozen body augments nothing, whoever asks.
+    still = freezing(augmented, ('head',))
+    toys.same(moon.reference(still, v, batch), still.features(v, batch)[0])
 
 
 def test_the_models_see_the_same_pixels(data):
@@ -150,9 +157,9 @@ def test_the_models_see_the_same_pixels(data):
 
     The contrast is then log 2, or log(1 + e^{-2/T}).
     """
-    algorithm = moon.algorithm(
-        by_hand.task, by_hand.opt, mu=1.0, temperature=T, preprocess=jitter, plan=local.Plan(1000, 1)
-    )
+    model = models.from_functions(lambda key, x: {'u': jnp.ones(x.shape[1:])}, lambda p, x: x * p['u'], jitter)
+    jittery = objective(model, heads.linear(), losses.cross_entropy)
+    algorithm = moon.algorithm(jittery, by_hand.opt, mu=1.0, temperature=T, plan=local.Plan(1000, 1))
     server = simulate.init(algorithm, toys.KEY, data).server
     work = jax.jit(algorithm.client)
 
