@@ -88,6 +88,12 @@ class Variables(NamedTuple):
     fixed: Tree = ()  #: frames and prototypes: no optimizer ever sees them
 
 
+class Still(NamedTuple):
+    """In the place of a model's key: evaluation, of examples as training with `key` sees them."""
+
+    key: Array
+
+
 class Model(NamedTuple):
     """A feature extractor.
 
@@ -97,9 +103,8 @@ class Model(NamedTuple):
 
     init: Callable[[Array, Array], tuple[Tree, Tree]]  #: (key, x [B, ...]) -> (params, stats)
     features: Callable[..., tuple[Array, Tree]]  #: (params, stats, x, mask | None, key | None) -> (z [B, D], stats)
-    #: (params, stats, x, mask | None, key) -> z [B, D] as without a key, of the examples as `features` with it sees
-    #: them; None where it sees the same without
-    beside: Callable[..., Array] | None = None
+    #: whether what it sees depends on the key, so that `features` takes a `Still` for one, too
+    augments: bool = False
 
 
 class Head(NamedTuple):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fedjax_nc import checks
 from fedjax_nc._differences import in_one_line
-from fedjax_nc.base import Array, Batch, FederatedData, Head, Loss, Model, Objective, Tree, Variables
+from fedjax_nc.base import Array, Batch, FederatedData, Head, Loss, Model, Objective, Still, Tree, Variables
 from fedjax_nc.models.classifier import classifies
 
 
@@ -98,9 +98,8 @@ def objective(model: Model, head: Head, loss: Loss) -> Objective:
         return Variables({'body': body, 'head': params}, stats, fixed)
 
     def features(v: Variables, batch: Batch) -> tuple[Array, Tree]:
-        if model.beside is not None and batch.beside is not None:
-            return model.beside(v.params['body'], v.stats, batch.x, batch.mask, batch.beside), v.stats
-        return model.features(v.params['body'], v.stats, batch.x, batch.mask, batch.key)
+        key = batch.key if batch.beside is None or not model.augments else Still(batch.beside)
+        return model.features(v.params['body'], v.stats, batch.x, batch.mask, key)
 
     def logits(v: Variables, z: Array) -> Array:
         try:

@@ -12,6 +12,7 @@ import pytest
 
 from fedjax_nc import evaluate, experiments, heads, local, losses, models, simulate, training
 from fedjax_nc.algorithms import finetune
+from fedjax_nc.base import Still
 from fedjax_nc.experiments import Setting, command, pipeline, recipes, scene
 from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.objective import objective
@@ -330,9 +331,10 @@ def test_models_that_are_compared_see_the_same_crops(monkeypatch):
     params, stats = model.init(jax.random.key(0), x)
     one, two = ((params, stats, x, jnp.ones(4, bool), key) for key in jax.random.split(jax.random.key(0)))
     assert bool((model.features(*one)[0] != model.features(*two)[0]).any())  # the model draws crops of its own
-    np.testing.assert_array_equal(model.beside(*one), model.features(*one)[0])
+    np.testing.assert_array_equal(model.features(*one[:-1], Still(one[-1]))[0], model.features(*one)[0])
+    assert model.augments
     pipeline.build(plain, dataset)
-    assert given['model'].beside is None
+    assert not given['model'].augments
 
 
 def test_equal_settings_have_one_folder():

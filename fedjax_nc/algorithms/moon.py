@@ -136,18 +136,9 @@ def projected(model: Model, dim: int | None = 256, hidden: bool = True) -> Model
         first = {'first': heads.dense_init(k_first, width, width)} if hidden else {}
         return {'model': params, **first, 'second': heads.dense_init(k_second, width, dim or width)}, stats
 
-    def behind(params: Tree, h: Array) -> Array:
-        h = jax.nn.relu(heads.dense(params['first'], h)) if hidden else h
-        return heads.dense(params['second'], h)
-
     def features(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array | None) -> tuple[Array, Tree]:
         h, stats = model.features(params['model'], stats, x, mask, key)
-        return behind(params, h), stats
+        h = jax.nn.relu(heads.dense(params['first'], h)) if hidden else h
+        return heads.dense(params['second'], h), stats
 
-    if (still := model.beside) is None:
-        return Model(init, features)
-
-    def beside(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array) -> Array:
-        return behind(params, still(params['model'], stats, x, mask, key))
-
-    return Model(init, features, beside)
+    return Model(init, features, model.augments)

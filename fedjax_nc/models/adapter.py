@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_nc import checks
-from fedjax_nc.base import Array, Model, Tree
+from fedjax_nc.base import Array, Model, Still, Tree
 
 Preprocess = Callable[[Array, Array | None], Array]
 """(batch, key) -> what the module takes; key None means evaluation, without augmentation."""
@@ -173,20 +173,17 @@ def modelled(init: Callable[[Array, Array], tuple[Tree, Tree]], apply: Apply, pr
     begin = jax.jit(lambda key, x: init(key, prepare(x, None)))
 
     def features(
-        params: Tree, stats: Tree, x: Array, mask: Array | None = None, key: Array | None = None
+        params: Tree, stats: Tree, x: Array, mask: Array | None = None, key: Array | Still | None = None
     ) -> tuple[Array, Tree]:
-        if key is None:
-            z, _ = apply(params, stats, prepare(x, None), mask, None)
+        if key is None or isinstance(key, Still):
+            seen = prepare(x, None if key is None else jax.random.split(key.key)[0])
+            z, _ = apply(params, stats, seen, mask, None)
             return jnp.asarray(z, jnp.float32), stats
         augment, noise = jax.random.split(key)
         z, new = apply(params, stats, prepare(x, augment), mask, noise)
         return jnp.asarray(z, jnp.float32), new
 
-    def beside(params: Tree, stats: Tree, x: Array, mask: Array | None, key: Array) -> Array:
-        z, _ = apply(params, stats, prepare(x, jax.random.split(key)[0]), mask, None)
-        return jnp.asarray(z, jnp.float32)
-
-    return Model(begin, features, None if preprocess is None else beside)
+    return Model(begin, features, augments=preprocess is not None)
 
 
 def asked(function: Callable[..., Any], arguments: int = 1, known: Sequence[str] = ()) -> Callable[..., dict[str, Any]]:

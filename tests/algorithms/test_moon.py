@@ -147,6 +147,12 @@ def test_a_model_that_stands_still_sees_what_the_one_in_training_does(data, proj
     seen = batch._replace(x=jitter(batch.x, jax.random.split(batch.key)[0]), key=None)
     toys.same(moon.reference(augmented, v, batch), quiet.features(v, seen)[0])
     toys.same(moon.reference(quiet, v, batch), quiet.features(v, batch._replace(key=None))[0])
+    # What is built around a model's features sees the same.
+    body = models.from_flax(models.MLP((6,)), jitter)
+    around = body._replace(features=lambda *args: (2 * body.features(*args)[0], args[1]))
+    doubled, alone = (objective(model, heads.linear(), losses.cross_entropy) for model in (around, body))
+    w = alone.init(toys.KEY, data)
+    toys.same(moon.reference(doubled, w, batch), 2 * moon.reference(alone, w, batch))
     # A frozen body augments nothing, whoever asks.
     still = freezing(augmented, ('head',))
     toys.same(moon.reference(still, v, batch), still.features(v, batch)[0])
