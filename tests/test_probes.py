@@ -288,7 +288,7 @@ class Stopped(Exception):
 
 def test_no_run_goes_on_with_other_probes_or_other_tests(mine, tmp_path, monkeypatch):
     """Its means would be of two things."""
-    monkeypatch.setattr(pipeline, 'PAUSE', 0.0)
+    monkeypatch.setattr(pipeline, 'PAUSE', 1e-6)
     rng, where = np.random.default_rng(0), tmp_path / 'own.npz'
     x, y = rng.normal(size=(90, 6)).astype(np.float32), np.arange(90) % 3
     arrays = {'x_train': x[:60], 'y_train': y[:60], 'x_test': x[60:], 'y_test': y[60:]}

@@ -366,7 +366,7 @@ def value(found: Mapping[str, Any], name: str) -> float:
 
 def percent(name: str) -> bool:
     """Whether a number is a share that is told in percent."""
-    return bool(re.search(r'(^|_)accuracy(_|$)|^global_(many|medium|few)_last\d+$', name))
+    return bool(re.search(r'(^|_)accuracy(_|$)|^global_(many|medium|few)(_last\d+)?$', name))
 
 
 def shown(name: str, number: float) -> str:
