@@ -275,7 +275,7 @@ def _description(
         'example': {'shape': list(x.shape[1:]), 'dtype': str(x.dtype)},
         'num_classes': logits.shape[-1],
         'num_clients': data.num_clients,
-        'client': client,
+        'client': None if client is None else int(client),
         **({} if classes is None else {'classes': [str(name) for name in classes]}),
     }
     try:

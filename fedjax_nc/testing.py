@@ -22,6 +22,7 @@ from fedjax_nc import _checkpoints, checks, simulate
 from fedjax_nc._differences import changed, described, in_one_line, plain, restructured, unsound
 from fedjax_nc.base import Aggregate, Algorithm, Array, FederatedData, State, Tree, Variables
 from fedjax_nc.data.federated import federate
+from fedjax_nc.data.host import here
 from fedjax_nc.data.synthetic import clusters
 
 _SIZES = (100, 7, 60, 33, 200, 1, 50, 149)
@@ -146,7 +147,7 @@ def check(
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     if unknown := sorted(set(skip) - set(CLAUSES)):
         raise ValueError(f'no clause is called {", ".join(unknown)}; there are {", ".join(CLAUSES)}')
-    data = clients() if data is None else data
+    data = clients() if data is None else here(data)
     try:
         play = Play(algorithm, data, state=state, generic=generic, moves_fixed=moves_fixed, atol=atol, seed=seed)
     except ValueError:

@@ -365,6 +365,24 @@ def test_running_averages_are_means_of_clients_whatever_their_numbers_of_batches
         v = v._replace(stats=task.features(v, batch)[1])
 
 
+@pytest.mark.parametrize('scale', [1.0, 10.0, 1e3])
+def test_one_real_row_and_large_means_are_no_trouble_to_haiku(scale):
+    """Its variance is a difference of two means of squares, which rounding must not make negative."""
+    model = models.from_haiku(lambda x, is_training: hk.BatchNorm(True, True, 0.9)(hk.Linear(64)(x), is_training))
+    for seed in range(5):
+        x = scale * np.random.default_rng(seed).normal(size=(32, toys.DIM)).astype(np.float32)
+        params, stats = model.init(jax.random.key(seed), x)
+        z, new = model.features(params, stats, x, jnp.arange(32) < 1, KEY)
+        np.testing.assert_allclose(z[0], 0, atol=1e-5)
+        moved = np.asarray(x[:1] @ params['linear']['w'] + params['linear']['b'])
+        np.testing.assert_allclose(new['batch_norm/~/mean_ema']['average'], moved, rtol=1e-4, atol=1e-4 * scale)
+    x = (100 + np.random.default_rng(0).normal(size=(8, toys.DIM))).astype(np.float32)
+    got = model.features(params, stats, x, jnp.arange(8) < 3, KEY)
+    h = np.asarray(x, np.float64) @ np.asarray(params['linear']['w'], np.float64) + np.asarray(params['linear']['b'])
+    want = (h[:3] - h[:3].mean(0)) / np.sqrt(h[:3].var(0) + 1e-5)
+    np.testing.assert_allclose(got[0][:3], want, atol=0.02)
+
+
 def test_a_client_alone_has_the_running_averages_of_its_library():
     module, state = eqx.nn.make_with_state(Normed)(KEY)
     model, batches = models.from_equinox(Normed), X[:, :3].reshape(3, 2, 3)

@@ -150,6 +150,20 @@ def test_columns_that_training_rows_have_alike_are_zero(tmp_path):
     np.testing.assert_allclose(found.x_train[:, 1].std(), 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize('ids', [10**15 + np.arange(90), 1_700_000_000_000_000_000 + 1024 * np.arange(90)])
+def test_numbers_that_differ_in_their_last_digits_are_told_apart(tmp_path, ids):
+    path = write(tmp_path / 'cells.parquet', late=ids)
+    found = load_table(path, **HOW, features=['late'], standardize=True, test=0.2)
+    x = np.concatenate([found.x_train, found.x_test])[:, 0]
+    np.testing.assert_allclose(np.diff(np.sort(x)), np.diff(np.sort(x))[0], rtol=1e-4)
+    np.testing.assert_allclose([found.x_train.mean(), found.x_train.std()], [0, 1], atol=1e-5)
+
+
+def test_a_feature_is_named_once(tmp_path):
+    with pytest.raises(ValueError, match="column 'radius' is a feature twice"):
+        load_table(write(tmp_path / 'a.csv'), **HOW, features=['radius', 'count', 'radius'])
+
+
 def test_floats_that_fall_together_are_refused(tmp_path):
     path = write(tmp_path / 'cells.parquet', time=1.6e9 + np.arange(90) + 0.5)
     with pytest.raises(ValueError, match=r"'time' holds 90 numbers, of which float32 tells . apart"):
@@ -337,6 +351,32 @@ def test_numbers_and_arrays_of_the_hub(hub):
     assert (found.x_train.dtype, found.x_train.shape[1], found.classes) == (np.float32, 2, KINDS)
     np.testing.assert_array_equal(found.x_train, again.x_train)
     assert load_hub(one, features='picture', label='count', test=0.2).x_train.shape[1:] == (4, 4, 1)
+
+
+@pytest.mark.parametrize('dtype', ['uint8', 'int16', 'float64'])
+def test_arrays_of_the_hub_keep_their_type(hub, dtype):
+    """As bytes are what models scale."""
+    x = np.arange(96).reshape(6, 4, 4).astype(dtype)
+    several = hub.List if hasattr(hub, 'List') else hub.Sequence
+    for kind in (hub.Array2D((4, 4), dtype), several(several(hub.Value(dtype)))):
+        features = hub.Features({'x': kind, 'y': hub.Value('int64')})
+        one = hub.Dataset.from_dict({'x': x.tolist(), 'y': [0, 1] * 3}, features=features)
+        found = load_hub(one, label='y', features='x', test=0.34)
+        assert found.x_train.dtype == (np.float32 if dtype == 'float64' else dtype)
+        assert sorted(map(int, np.concatenate([found.x_train, found.x_test])[:, 0, 0])) == x[:, 0, 0].tolist()
+    if dtype == 'float64':
+        one = hub.Dataset.from_dict({'x': (1e300 * x).tolist(), 'y': [0, 1] * 3}, features=features)
+        with pytest.raises(ValueError, match="'x' has numbers beyond those of float32"):
+            load_hub(one, label='y', features='x', test=0.34)
+
+
+def test_shards_of_the_hub_come_by_their_numbers(hub, tmp_path):
+    for i in range(12):
+        (tmp_path / 'train').mkdir(exist_ok=True)
+        rows = pa.table({'a': np.full(2, float(i)), 'y': ['u', 'v']})
+        pyarrow.parquet.write_table(rows, tmp_path / 'train' / f'{i}.parquet')
+    found = load_hub(tmp_path, label='y', features=['a'], test=0.25)
+    assert (np.diff(found.x_train[:, 0]) >= 0).all()
 
 
 @pytest.mark.slow

@@ -533,7 +533,7 @@ def asking(server, round=1, counted=None):
 
 
 def found(**changes):
-    said = {'client': 0, 'examples': 10, 'right': 5, 'right_personal': 8}
+    said = {'client': 0, 'examples': 10, 'right': 5, 'examples_personal': 10, 'right_personal': 8}
     return RecordDict({'told': ConfigRecord({**said, **changes})})
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import toys
 from flwr.app import Error, Message
-from loopback import Loopback, agreement, deploy, own, sites
+from loopback import Loopback, agreement, deploy, own, serve, sites, told
 
-from fedjax_nc import flower, saving
-from fedjax_nc.algorithms import fedavg, fednh, finetune
+from fedjax_nc import evaluate, flower, local, privacy, saving, simulate, training
+from fedjax_nc.algorithms import fedavg, fednh, fedper, finetune, latest
 from fedjax_nc.data import federate
-from fedjax_nc.flower import _plan, _site, _wire
+from fedjax_nc.flower import _plan, _secure, _site, _wire
 
 ROUNDS, TUNE = jax.random.key(1), jax.random.key(2)
 FEDAVG = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
@@ -281,3 +281,116 @@ def test_the_version_tells_commits_apart(monkeypatch, tmp_path):
     (tmp_path / 'more.py').write_text('')
     found.append(_plan.library.__wrapped__())
     assert len({known, *found}) == 4
+
+
+def test_extremes_of_half_precision_travel_whole():
+    for scale in (1e19, 1e25, 1e-23, 1e-30):
+        a = {'w': jnp.full((3, 4), scale, jnp.float32)}
+        record = _wire.pack(a, half=True)
+        assert record['w'].dtype == 'float32'
+        np.testing.assert_array_equal(_wire.unpack(record, a, 'a site', most=1e30)['w'], a['w'])
+
+
+def test_who_never_took_part_has_no_personal_accuracy(data, tmp_path):
+    """Its own model is the one that it began with: of cohorts that are a part, and of whoever was away."""
+    kept = latest.keep(fedavg.algorithm(toys.task, local.sgd(0.2), plan=local.Plan(8, 8)))
+    agreed = agreement([flower.Phase(kept, ROUNDS, 1, 2)], data)
+    row = deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server')[-1].row
+    state = simulate.init(kept, agreed.init_key, data)
+    run = training.run(kept, ROUNDS, state, data, rounds=1, cohort=2, chunk=1, progress=False)
+    took = np.asarray(simulate.participants(ROUNDS, 1, 3, 2))
+    assert took.sum() == 2
+    tables = np.asarray(evaluate.per_client(kept, run.state, data))
+    own = tables[took].sum(0)
+    np.testing.assert_allclose(row['personal_accuracy'], np.trace(own) / own.sum(), atol=1e-6)
+    assert row['tested'] == tables.sum()
+
+
+def test_a_phase_that_begins_with_what_sites_keep_is_refused(data, tmp_path):
+    per = fedper.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+    tune = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+
+    def enter(stage, key, state, data):
+        v, head = state.server.variables, jax.tree.map(lambda u: u.mean(0), state.clients.head)
+        server = state.server._replace(variables=v._replace(params={**v.params, 'head': head}))
+        return simulate.join(stage, key, server, data.num_clients)
+
+    phases = [flower.Phase(per, ROUNDS, 1), flower.Phase(tune, TUNE, 1, enter=enter, name='tune')]
+    agreed = agreement(phases, data)
+    with pytest.raises(ValueError, match='phase tune begins with what sites keep to themselves'):
+        deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server')
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_a_refused_answer_does_not_hurry_the_others(data, tmp_path):
+    """Once two have answered the others have half a second; nonsense is none of the two."""
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+
+    class Slow(Loopback):
+        def pull_messages(self, ids):
+            ready = [n for n in ids if time.monotonic() >= self.due.get(n, 0)]
+            return super().pull_messages(ready)
+
+        def push_messages(self, messages):
+            sent = list(messages)
+            ids = list(super().push_messages(sent))
+            late = {101: 0.2, 102: 1.5}
+            self.due = {
+                n: time.monotonic() + late.get(m.metadata.dst_node_id, 0) * (m.metadata.message_type == 'train.round')
+                for m, n in zip(sent, ids, strict=True)
+            }
+            return ids
+
+    def nonsense(node, message, reply):
+        return told(reply, round=99) if node == 103 and message.metadata.message_type == 'train.round' else reply
+
+    grid = Slow(sites(agreed, data, tmp_path), nonsense)
+    row = deploy(agreed, grid, tmp_path / 'server', flower.Patience(60.0, 0.5, 5.0), least=2)[-1].row
+    assert (row['sites'], row['refused']) == (2, 1)
+
+
+def test_sites_without_examples_are_none_of_those_that_hide_the_others(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data, secure=flower.Secure(limit=4.0, least=3))
+    empty = own(data, 0)
+    empty = empty._replace(size=jnp.zeros_like(empty.size), counts=jnp.zeros_like(empty.counts))
+
+    def made(k):
+        return lambda context: flower.Site(k, own(data, k) if k < 2 else empty, tmp_path / f'site-{k}')
+
+    apps = [flower.client_app(agreed, made(k)) for k in range(3)]
+    with (
+        pytest.warns(UserWarning, match='has no examples, and a sum of few sites would show'),
+        pytest.raises(RuntimeError, match='a sum is of 3 at least'),
+    ):
+        deploy(agreed, Loopback(apps), tmp_path / 'server', flower.Patience(1.0, None, 1.0))
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_a_sum_needs_a_share_of_the_cohort_and_not_of_those_who_are_there(tmp_path):
+    six = toys.ragged((10, 7, 12, 9, 11, 8))
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS, 2)], six, secure=flower.Secure(limit=4.0, least=3))
+    grid, rows = Loopback(sites(agreed, six, tmp_path)), []
+
+    def leaves(phase, row, state):
+        rows.append(row)
+        for node in (104, 105, 106):
+            grid.apps.pop(node, None)
+
+    app = flower.server_app(
+        agreed, tmp_path / 'server', patience=flower.Patience(2.0, None, 2.0), on_round=leaves, progress=False
+    )
+    with pytest.raises(RuntimeError, match='3 sites are there, and a sum is of 4 at least'):
+        serve(app, grid)
+    assert [row['sites'] for row in rows] == [6]
+
+
+def test_what_is_clipped_to_the_limit_is_within_it(data):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data, secure=flower.Secure(limit=0.7))
+    kind = _plan.checked(agreed)[0].message
+    zeros = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), kind)
+    size = int(data.size.max())
+    for entry in np.random.default_rng(0).normal(5, 3, 40):
+        leaves, structure = jax.tree.flatten(zeros)
+        leaves[0] = leaves[0].reshape(-1).at[0].set(entry).reshape(leaves[0].shape)
+        clipped = privacy._clipped(jax.tree.unflatten(structure, leaves), 0.7)
+        assert np.abs(_secure.vector(agreed, 0, clipped, size, size)).max() <= 0.7

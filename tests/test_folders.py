@@ -9,6 +9,7 @@ import struct
 import tarfile
 import tracemalloc
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -327,6 +328,18 @@ def bomb(path, side):
     Image.new('1', (side, side)).save(path)
 
 
+def deep(path):
+    """A PNG with 16 bits a colour."""
+
+    def chunk(kind, content):
+        return struct.pack('>I', len(content)) + kind + content + struct.pack('>I', zlib.crc32(kind + content))
+
+    rows = b''.join(b'\0' + struct.pack('>24H', *range(0, 24000, 1000)) for _ in range(6))
+    header = struct.pack('>IIBBBBB', 8, 6, 16, 2, 0, 0, 0)
+    content = chunk(b'IHDR', header) + chunk(b'IDAT', zlib.compress(rows)) + chunk(b'IEND', b'')
+    path.write_bytes(b'\x89PNG\r\n\x1a\n' + content)
+
+
 @pytest.mark.parametrize(
     ('spoil', 'said'),
     [
@@ -336,6 +349,7 @@ def bomb(path, side):
         (lambda f: bomb(f / 'train' / 'cat' / '0.png', 6000), '6000 x 6000 pixels'),
         (lambda f: bomb(f / 'train' / 'cat' / '0.png', 15000), '225000000 pixels'),
         (lambda f: Image.new('I;16', (8, 6)).save(f / 'train' / 'cat' / '0.png'), 'more than 8 bits'),
+        (lambda f: deep(f / 'train' / 'cat' / '0.png'), 'more than 8 bits a colour'),
         (lambda f: (f / 'train' / 'cat' / '0.png').write_bytes(bytes(2**25 + 1)), 'more than 33554432'),
         (lambda f: picture(f / 'train' / 'cat' / '0.png', (8, 7)), r'is 6x8 and .*0\.png is 7x8: give a `size`'),
         (lambda f: picture(f / 'train' / 'loose.png'), "'train/loose.png' beside folders of classes"),
@@ -399,7 +413,8 @@ def tarred(path, members):
         ([(f'{i}', b'', {}) for i in range(200)], 'holds more than 99 files'),
         ([('train/a/x.png', bytes(2**25 + 1), {}), ('train/b/x.png', b'', {}), ('test/a/x.png', b'', {}),
           ('test/b/x.png', b'', {})], 'has 33554433 bytes'),
-        ([('notes', bytes(2**24), {})] * 3, 'unpacks to more than 64 times its size'),
+        ([(f'notes{i}', bytes(2**24), {}) for i in range(3)], 'unpacks to more than 64 times its size'),
+        ([('train/a/x.png', b'', {})] * 2, 'holds train/a/x.png twice: unpack it'),
         ([], 'no images in train/ or test/'),
     ],
 )  # fmt: skip

@@ -151,6 +151,18 @@ def test_collapse_of_unbalanced_features_with_absent_classes(sample):
         np.testing.assert_allclose(got.mean, np.mean(list(expected.values())), rtol=1e-4)
 
 
+@pytest.mark.parametrize('junk', [1e30, np.inf, np.nan])
+def test_what_has_no_weight_is_not_looked_at(junk):
+    rng = np.random.default_rng(0)
+    z, y = rng.normal(size=(30, 4)).astype(np.float32), np.arange(30) % 3
+    weight = (np.arange(30) != 7).astype(np.float32)
+    spoilt = np.where(weight[:, None] > 0, z, np.float32(junk))
+    want = collapse.nc1(jnp.asarray(z), jnp.asarray(y), 3, jnp.asarray(weight))
+    np.testing.assert_allclose(
+        collapse.nc1(jnp.asarray(spoilt), jnp.asarray(y), 3, jnp.asarray(weight)), want, rtol=1e-6
+    )
+
+
 def test_weights_are_repetitions_and_zeros_are_absence(sample):
     z, y, _ = sample
     times = np.random.default_rng(2).integers(0, 3, len(y))

@@ -382,3 +382,9 @@ def test_it_leaves_no_file_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(testing.tempfile, 'tempdir', str(tmp_path))
     assert not testing.resumed(testing.Play(SOUND, CLIENTS))
     assert not list(tmp_path.iterdir())
+
+
+def test_examples_may_stay_on_the_host():
+    x, y = np.asarray(CLIENTS.x), np.asarray(CLIENTS.y)
+    parts = [np.asarray(CLIENTS.index)[k, :n] for k, n in enumerate(np.asarray(CLIENTS.size))]
+    testing.check(SOUND, federate(x, y, parts, CLIENTS.num_classes, host=True, allow_empty=True))

@@ -198,14 +198,14 @@ class Consortium:
 
     def took_part(self) -> list[list[int]]:
         """Whose messages counted in each round of training."""
-        return list({row['round']: row['sites'] for row in self._sites()}.values())
+        return list({row['round']: row['sites'] for row in self.sites()}.values())
 
     def begun_again(self) -> int:
         """Rounds whose messages had come when the server was stopped, and were asked for again."""
-        found = self._sites()
+        found = self.sites()
         return len(found) - len({row['round'] for row in found})
 
-    def _sites(self) -> list[dict[str, Any]]:
+    def sites(self) -> list[dict[str, Any]]:
         path = self.run / '0-train' / 'sites.jsonl'
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -354,7 +354,9 @@ def main() -> None:
             raise SystemExit(f'the run did not end well: look into {consortium.logs}')
         deployed, alone, seconds = simulated(consortium)
         rows = consortium.rows()
-        up, down = (sum(row[name] / row['sites'] for row in rows) / len(rows) for name in ('bytes_up', 'bytes_down'))
+        up = sum(row['bytes_up'] / row['sites'] for row in rows) / len(rows)
+        sent = [bytes_ for row in consortium.sites() for bytes_ in row['bytes_down'].values()]
+        down = sum(sent) / len(sent)  # to each that was asked, whether it answered or not
         took = sorted(row['seconds'] for row in rows)[len(rows) // 2]
         print(f'largest difference from the simulation of these {len(rows)} rounds: {difference(deployed, alone):.1e}')
         print(f'a round: {took:.1f} s here, {1000 * seconds:.1f} ms in simulation')

@@ -83,7 +83,12 @@ def opened(path: Path) -> Container:
         return _container(path, sizes, lambda wanted: ((name, read(name)) for name in wanted))
     if zipfile.is_zipfile(path):
         return _zip(path)
-    return _container(path, {name: size for name, size, _ in _tar(path)}, lambda wanted: _members(path, wanted))
+    packed: dict[str, int] = {}
+    for name, size, _ in _tar(path):
+        if name in packed:  # as `tar -u` leaves it; which of them is meant is for its owner to say
+            raise ValueError(f'it holds {name} twice: unpack it, and pack it anew')
+        packed[name] = size
+    return _container(path, packed, lambda wanted: _members(path, wanted))
 
 
 def _container(path: Path, sizes: dict[str, int], read: Callable[[Any], Iterator[tuple[str, bytes]]]) -> Container:

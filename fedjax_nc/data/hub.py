@@ -115,7 +115,7 @@ def _opened(path: Path) -> Any:
         if saved(path):
             return datasets.load_from_disk(str(path))
     shards: dict[str, list[Path]] = {}
-    for file in sorted(path.rglob('*.parquet')):
+    for file in sorted(path.rglob('*.parquet'), key=_place):
         split = file.stem.partition('-')[0]
         shards.setdefault(file.parent.name if split.isdigit() else split, []).append(file)
     for split, files in shards.items():
@@ -133,6 +133,11 @@ def _opened(path: Path) -> Any:
         return datasets.DatasetDict(
             {split: datasets.Dataset(pyarrow.concat_tables(parts)) for split, parts in tables.items()}
         )
+
+
+def _place(file: Path) -> tuple[Path, int, str]:
+    """Where a shard comes: by its number, if that is its name."""
+    return file.parent, int(file.stem) if file.stem.isdecimal() else -1, file.name
 
 
 def saved(path: Path) -> bool:
@@ -154,6 +159,17 @@ def _content(cell: dict[str, Any]) -> bytes:
         return file.read(pictures.MOST_BYTES + 1)
 
 
+def _type(feature: Any, otherwise: np.dtype[Any]) -> np.dtype[Any]:
+    """The type of the numbers in a column of arrays or lists, if they are integers as well."""
+    while not hasattr(feature, 'dtype') or hasattr(feature, 'feature'):
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, 'feature', None)
+        if inner is None:
+            return otherwise
+        feature = inner
+    found = np.dtype(feature.dtype)
+    return found if found.kind in 'iub' and otherwise.kind in 'iub' else otherwise
+
+
 def _pixels(datasets: Any, one: Any, column: str, size: int | Sequence[int] | None, channels: int) -> NDArray[Any]:
     """Images, or arrays of one shape."""
     if not isinstance(one.features[column], datasets.Image):
@@ -163,7 +179,13 @@ def _pixels(datasets: Any, one: Any, column: str, size: int | Sequence[int] | No
             raise ValueError(f'column {column!r} must hold arrays of one shape: {store.line(error)}') from error
         if x.ndim < 2 or x.dtype.kind not in 'biuf':
             raise ValueError(f'column {column!r} must hold images or arrays of numbers, not {x.dtype} {x.shape[1:]}')
-        return x.astype(np.float32) if x.dtype.kind == 'f' else x
+        if x.dtype.kind == 'f':
+            with np.errstate(over='ignore'):
+                low = x.astype(np.float32)
+            if (np.isinf(low) & np.isfinite(x)).any():
+                raise ValueError(f'column {column!r} has numbers beyond those of float32')
+            return low
+        return x.astype(_type(one.features[column], x.dtype))  # Python's integers are none of its bytes
     sides = pictures.sides(size)
     images = []
     for row, cell in enumerate(one.cast_column(column, datasets.Image(decode=False))[column]):

@@ -85,10 +85,19 @@ def picture(content: bytes, sides: tuple[int, int] | None = None, channels: int 
         raise ValueError(f'{image.width} x {image.height} pixels')
     if image.mode[0] in 'IF':  # what does not fit a byte would be cut off
         raise ValueError(f'more than 8 bits a pixel, mode {image.mode}')
+    if image.mode not in ('1', 'P') and _deep(image):
+        raise ValueError('more than 8 bits a colour')
     image = _upright(image).convert({1: 'L', 3: 'RGB'}[channels])
     if sides is not None and image.size != sides[::-1]:
         image = ImageOps.fit(image, sides[::-1], Image.Resampling.BICUBIC)
     return np.asarray(image).reshape(image.height, image.width, channels)
+
+
+def _deep(image: Any) -> bool:
+    """Whether numbers of more than 8 bits would be cut to bytes, as the way in which a file is read says."""
+    said = [part for tile in image.tile for part in (tile[3] if isinstance(tile[3], tuple) else (tile[3],))]
+    wide = image.format == 'PPM' and any(isinstance(part, int) and part > 255 for part in said)
+    return wide or any(isinstance(part, str) and ';16' in part for part in said)
 
 
 def _upright(image: Any) -> Any:

@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import re
 import socket
 import threading
 import urllib.request
@@ -35,7 +36,7 @@ def find(source: store.Source, folder: Path) -> Path | None:
     """The folder of what TFDS has prepared, in the latest version that there is."""
     # what TFDS has not finished is called incomplete.*
     versions = {path.parent for path in (folder / source.prepared).glob('[0-9]*/*.array_record*')}
-    return max(versions, default=None)
+    return max(versions, default=None, key=lambda path: [int(n) for n in re.findall(r'\d+', path.name)])
 
 
 def prepare(source: store.Source, folder: Path, unfinished: Path) -> Path:

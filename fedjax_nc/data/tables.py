@@ -96,11 +96,16 @@ def split(
         values, y = renumbered(f'column {label!r}', values, y, classes)
     train, held = test_rows(test, columns, y, seed)
     if standardize:
+        size = np.abs(x[train]).max(0)
+        with np.errstate(over='ignore'):
+            near = x - x[train[:1]]  # exact for numbers that differ in their last digits alone
+        x = np.where(np.isfinite(near).all(0), near, x)
         largest = np.abs(x[train]).max(0)
         x = x / np.where(largest > 0, largest, 1)  # so that squares stay finite
         mean, deviation = x[train].mean(0), x[train].std(0)
-        constant = deviation <= 1e-12  # by rounding alone
-        x = ((x - mean) / np.where(constant, 1, deviation)).astype(np.float32)
+        constant = deviation * largest <= 16 * np.finfo(np.float64).eps * size  # by rounding alone
+        unit = np.where(constant, np.where(size > 0, size, 1) / np.where(largest > 0, largest, 1), deviation)
+        x = ((x - mean) / unit).astype(np.float32)
     owners = None if client is None else numbered(client, columns[client])
     return divided(x, y, train, held, name, tuple(str(value) for value in values), owners)
 
@@ -131,6 +136,8 @@ def roles(features: Sequence[str], label: str, *more: str | None) -> list[str]:
         ValueError: if one is no name, or that of a feature, too.
     """
     names = [label, *(name for name in more if name is not None)]
+    if twice := [name for i, name in enumerate(features) if name in features[:i]]:
+        raise ValueError(f'column {twice[0]!r} is a feature twice')
     for name in names:
         if not isinstance(name, str):
             raise ValueError(f'a column is given by its name, not by {checks.shown(name)}')

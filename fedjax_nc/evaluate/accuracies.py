@@ -74,7 +74,7 @@ def weighted_accuracy(counts: Array, weights: Array) -> Array:
       ValueError: for shapes that do not go together.
     """
     counts = _square(counts)
-    weights = jnp.asarray(weights)
+    weights = jnp.asarray(weights).astype(jnp.float32)
     _by_class('weights', weights, counts)
     weights = jnp.where(jnp.sum(counts, axis=-1) > 0, weights, 0.0)
     total = jnp.sum(weights, axis=-1)
@@ -103,8 +103,8 @@ def groups(counts: Array) -> Array:
     """
     counts = jnp.asarray(counts)
     whole = jnp.issubdtype(counts.dtype, jnp.integer)
-    if whole:
-        counts = counts.astype(jnp.int32)  # unsigned ones would wrap below zero, small ones beyond their largest
+    # Unsigned ones would wrap below zero, small ones beyond their largest.
+    counts = counts.astype(jnp.int32 if whole else jnp.float32)
     order = jnp.argsort(-counts, axis=-1)
     ordered = jnp.take_along_axis(counts, order, axis=-1)
     before = jnp.cumsum(ordered, axis=-1) - ordered

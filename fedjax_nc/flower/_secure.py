@@ -67,12 +67,12 @@ def vector(agreed: Agreement, number: int, message: Tree, size: int, largest: in
     for (name, u), unit in zip(tree.by_path(summand).items(), units(agreed, number, message, largest), strict=True):
         scaled = np.asarray(u, np.float64).reshape(-1) / unit
         most = float(np.max(np.abs(scaled), initial=0.0))
-        if not most <= agreed.secure.limit:
+        if not most <= agreed.secure.limit * (1 + 1e-6):  # what is clipped to it in float32 may be a rounding beyond
             raise _wire.WireError(
                 f'{name} goes beyond the limit of secure aggregation, {agreed.secure.limit:g}: agree on a higher one, '
                 'or limit messages by privacy.private'
             ) from ValueError(f'it goes to {most:.3g}')  # which the site logs, and does not send
-        parts.append(scaled)
+        parts.append(np.clip(scaled, -agreed.secure.limit, agreed.secure.limit))
     return np.concatenate(parts)
 
 

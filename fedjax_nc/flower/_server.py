@@ -254,6 +254,8 @@ class Server:
         """
         first = self.sites.first
         assert first is not None
+        for k in [k for k in self.sites.node if self.agreed.secure and not self.sites.sizes[k]]:
+            self.sites.leave(k, 'it has no examples, and a sum of few sites would show what the others sent')
         for k in [k for k in self.sites.node if self.sites.sizes[k] and not first[k]]:
             size = int(self.sites.sizes[k])
             if (k, size) not in self.judged:
@@ -282,7 +284,16 @@ class Server:
         data = _plan.blank(self.agreed, self.sites.first)
         kinds = self.kinds[number - 1].client
         everybody = jax.tree.map(lambda u: _zeros((self.agreed.clients, *u.shape), u), kinds)
-        return phase.enter(phase.algorithm, phase.key, State(before, everybody), data).server, before
+        others = jax.tree.map(lambda u: jnp.ones_like(u) if jnp.issubdtype(u.dtype, jnp.number) else u, everybody)
+        state, other = (
+            phase.enter(phase.algorithm, phase.key, State(before, u), data).server for u in (everybody, others)
+        )
+        if _differences.changed(state, other, 0.0):
+            raise ValueError(
+                f'the phase {phase.name} begins with what sites keep to themselves, which the server never sees: its '
+                '`enter` cannot be deployed'
+            )
+        return state, before
 
     def unseen(self, number: int) -> bool:
         """Whether the messages of a phase are summed unseen; there may be none."""
@@ -321,7 +332,8 @@ class Server:
         ]
         whose, replies = {n: k for k, n in node.items()}, {}
         faults, took, up = list[str](), dict[int, float](), dict[int, int]()
-        for reply, after in _sites.collect(self.grid, messages, self.patience.round, self.least, self.patience.rest):
+
+        def counts(reply: Message, after: float) -> bool:
             k = whose.get(reply.metadata.src_node_id)
             try:
                 if k is None or k in replies:
@@ -331,8 +343,13 @@ class Server:
             except Exception as error:  # a site may send anything, and must not end the run
                 faults.append(_sites.line(error))
                 _sites.warn(f'round {asking.round}: {faults[-1]}; the round goes on without it')
+                return False
+            return bool(self.sites.sizes[k])
+
+        _sites.collect(self.grid, messages, self.patience.round, self.least, self.patience.rest, counts)
         told |= {'sites': len(replies), 'refused': len(faults), 'bytes_up': sum(up.values())}
-        enough = f'{len(replies)} of at least {self.least} sites answered' if len(replies) < self.least else ''
+        holding = sum(self.sites.sizes[k] > 0 for k in replies)
+        enough = f'{holding} of at least {self.least} sites answered' if holding < self.least else ''
         if enough and faults:
             enough += f', and {len(faults)} were refused, the first of them because {faults[0]}'
             if len(faults) == len(messages) > 1 and all(' goes to ' in fault for fault in faults):
@@ -362,7 +379,8 @@ class Server:
         try:
             vector, stayed = _secure.summed(
                 cast(Grid, _sites.Quick(self.grid)), self.context, {node[k]: contents[k] for k in node}, secure,
-                asking.round, entries, self.patience.round, refused, self.least,
+                asking.round, entries, self.patience.round, refused,
+                max(self.least, _secure.threshold(secure, len(ids))),
             )  # fmt: skip
         except _wire.WireError as error:
             return Answers(ids, [], {}, None, told, {}, _sites.line(error))
@@ -420,7 +438,7 @@ class Server:
         node = self.sites.node
         contents = self.contents(asking, node, _wire.pack(asking.key))
         messages = [_sites.message('evaluate', n, contents[k]) for k, n in sorted(node.items())]
-        found, whose = np.zeros(3, np.int64), set(node.values())
+        found, whose = np.zeros(4, np.int64), set(node.values())
         for reply, _ in _sites.collect(self.grid, messages, self.patience.round, self.least, self.patience.rest):
             try:
                 if reply.metadata.src_node_id not in whose:
@@ -429,22 +447,23 @@ class Server:
                 if reply.has_error():
                     raise _wire.WireError(_sites.fault(reply))
                 told = reply.content.config_records.get('told', ConfigRecord())
-                examples, right, personal = (
-                    _sites.whole(told.get(name)) for name in ('examples', 'right', 'right_personal')
+                examples, right, own, personal = (
+                    _sites.whole(told.get(name))
+                    for name in ('examples', 'right', 'examples_personal', 'right_personal')
                 )
-                if max(right, personal) > examples:
+                if max(right, own) > examples or personal > own:
                     raise _wire.WireError(f'it has more right answers than {examples} examples')
-                found += (examples, right, personal)
+                found += (examples, right, own, personal)
             except Exception as error:  # as above
                 _sites.warn(f'the tests of node {reply.metadata.src_node_id} do not count: {_sites.line(error)}')
-        examples, right, personal = found.tolist()
+        examples, right, own, personal = found.tolist()
         if not examples:
             return {}
         row: Row = {'tested': examples}
         if self.kinds[asking.number].generic:
             row['accuracy'] = right / examples
-        if jax.tree.leaves(self.kinds[asking.number].client):
-            row['personal_accuracy'] = personal / examples
+        if own and jax.tree.leaves(self.kinds[asking.number].client):
+            row['personal_accuracy'] = personal / own
         return row
 
 

@@ -189,11 +189,14 @@ def client_app(agreed: Agreement, site: Callable[[Context], Site]) -> ClientApp:
             saving.save(path, phase.algorithm, state, mine.data, client=client, about=about)
             if client == 0 and not ask.accepted[-1]:
                 _sites.warn(f'no round of {phase.name} counted with this site: its own model is the one it began with')
-        told: dict[str, Any] = {'client': mine.client, 'examples': 0, 'right': 0, 'right_personal': 0}
+        told: dict[str, Any] = {'client': mine.client, 'examples': 0, 'right': 0}
+        told |= {'examples_personal': 0, 'right_personal': 0}
         if mine.test is not None:
             found = np.asarray(tables[ask.phase](server, own, mine.test.shard(0)))
             right, personal = (int(np.trace(table)) for table in found)
-            told |= {'examples': int(found[0].sum()), 'right': right, 'right_personal': personal}
+            told |= {'examples': int(found[0].sum()), 'right': right}
+            if ask.accepted[-1]:  # else its own model is the one that it began the phase with
+                told |= {'examples_personal': told['examples'], 'right_personal': personal}
         note(mine, 'tests', ask, **{name: value for name, value in told.items() if name != 'client'})
         return Message(RecordDict({'told': ConfigRecord(told)}), reply_to=message)
 

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +160,17 @@ class Sites:
 
 
 def collect(
-    grid: Grid, messages: list[Message], seconds: float, enough: int = 1, rest: float | None = None
+    grid: Grid,
+    messages: list[Message],
+    seconds: float,
+    enough: int = 1,
+    rest: float | None = None,
+    counts: Callable[[Message, float], bool] = lambda reply, after: not reply.has_error(),
 ) -> list[tuple[Message, float]]:
     """Sends messages and takes the replies that come within so many seconds, each with those after which it was there.
 
-    Once `enough` without an error are there, the others have `rest` seconds more. For a node that has gone the
+    Once `enough` that count are there, the others have `rest` seconds more; `counts` is asked of each as it comes. For
+    a node that has gone the
     SuperLink itself replies: that is a warning, and nobody's reply.
     """
     if not messages:
@@ -180,7 +186,7 @@ def collect(
                 warn(f'node {whom.get(reply.metadata.reply_to_message_id, "?")} cannot be reached: {fault(reply)}')
                 continue
             replies.append((reply, time.monotonic() - began))
-            fine += not reply.has_error()
+            fine += counts(*replies[-1])
             if fine == enough and rest is not None:
                 deadline = min(deadline, time.monotonic() + rest)
         if waiting:

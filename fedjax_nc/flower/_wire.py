@@ -44,9 +44,9 @@ def pack(a: Tree, *, half: bool = False) -> ArrayRecord:
         value = np.asarray(leaf)
         if half and value.dtype == np.float32 and value.ndim > 1:
             with np.errstate(over='ignore', invalid='ignore'):
-                short = value.astype(np.float16)
-                lost = np.linalg.norm(short.astype(np.float32) - value)
-            value = short if lost <= 2.0**-10 * np.linalg.norm(value) else value
+                short, exact = value.astype(np.float16), value.astype(np.float64)  # whose squares are finite
+                lost = np.linalg.norm(short - exact)
+            value = short if lost <= 2.0**-10 * np.linalg.norm(exact) else value
         record[name] = Packed(np.ascontiguousarray(value).reshape(value.shape))
     return ArrayRecord(record)
 

@@ -50,6 +50,8 @@ def nc1(z: Array, y: Array, classes: int, weight: Array | None = None) -> Array:
     scaling the features changes nothing; infinite where all class means coincide, as those of a single class do.
     Arguments are those of `centres`.
     """
+    if weight is not None:  # of what does not count nothing may be the largest
+        z = jnp.where(jnp.asarray(weight)[:, None] > 0, z, 0)
     z = scaled(z)  # so that squares neither vanish nor overflow
     at = centres(z, y, classes, weight)
     squares = jnp.sum(jnp.square(z - at.mean[y]), axis=1, keepdims=True)

@@ -43,6 +43,8 @@ def from_haiku(
     named = asked(function)
 
     def body(x: Array, mask: Array | None, train: bool, met: dict[str, hk.Module]) -> Array:
+        shifts: list[Array] = []  # that of the masked layer which is being computed
+
         def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             inner = context.module
             if context.method_name == '__call__':
@@ -52,7 +54,13 @@ def from_haiku(
                 if isinstance(inner, hk.BatchNorm) and mask is not None:
                     if inner.axis is not None or inner.channel_index not in (-1, first(args, kwargs).ndim - 1):
                         raise ValueError(f'{inner.module_name} must have its channels last, and no axes of its own.')
-                    return _masked(call, mask, *args, **kwargs)
+                    return _masked(call, mask, shifts, *args, **kwargs)
+                if (
+                    shifts
+                    and isinstance(inner, hk.ExponentialMovingAverage)
+                    and inner.module_name.endswith('/mean_ema')
+                ):
+                    return call(first(args, kwargs) + shifts[0])
             return call(*args, **kwargs)
 
         with hk.intercept_methods(intercept):
@@ -91,12 +99,19 @@ def from_haiku(
 
 
 def _masked(
-    call: Callable[..., Array], mask: Array, inputs: Array, is_training: bool, *args: Any, **kwargs: Any
+    call: Callable[..., Array],
+    mask: Array,
+    shifts: list[Array],
+    inputs: Array,
+    is_training: bool,
+    *args: Any,
+    **kwargs: Any,
 ) -> Array:
     """Batch normalisation of the rows of `x` that `mask` marks.
 
-    haiku's layer takes no mask. It sees rows that have, padding included, the moments of the real ones: those scaled
-    away from their mean, the mean in the place of the others, and one more mean, which tells what it adds to all.
+    haiku's layer takes no mask. It sees rows that have, padding included, the variance of the real ones: those scaled
+    away from their mean, zeros in the place of the others, and one more zero, which tells what it adds to all. The mean
+    is left out, of which its `E[x^2] - E[x]^2` would have the rounding, and is in `shifts` for its running mean.
     """
     x = inputs
     if not is_training:
@@ -105,6 +120,8 @@ def _masked(
     n = jnp.maximum(jnp.sum(mask), 1).astype(x.dtype)
     mean = jnp.sum(jnp.where(keep, x, 0), axes, keepdims=True) * (len(x) / (x.size / x.shape[-1])) / n
     spread = jnp.sqrt((len(x) + 1) / n)
-    seen = jnp.where(keep, mean + (x - mean) * spread, mean)
-    y = call(jnp.concatenate([seen, jnp.broadcast_to(mean, (1, *x.shape[1:]))]), is_training, *args, **kwargs)
+    seen = jnp.where(keep, (x - mean) * spread, 0)
+    shifts.append(mean)
+    y = call(jnp.concatenate([seen, jnp.zeros_like(seen[:1])]), is_training, *args, **kwargs)
+    shifts.clear()
     return y[-1:] + (y[:-1] - y[-1:]) / spread
