@@ -14,7 +14,7 @@ from flwr.app import Error, Message
 from loopback import Loopback, agreement, deploy, own, serve, sites, told
 
 from fedjax_nc import evaluate, flower, local, privacy, saving, simulate, training
-from fedjax_nc.algorithms import fedavg, fednh, fedper, finetune, latest
+from fedjax_nc.algorithms import fedavg, fednh, fedper, finetune, latest, scaffold
 from fedjax_nc.data import federate
 from fedjax_nc.flower import _plan, _secure, _site, _wire
 
@@ -385,7 +385,8 @@ def test_a_sum_needs_a_share_of_the_cohort_and_not_of_those_who_are_there(tmp_pa
 
 
 def test_what_is_clipped_to_the_limit_is_within_it(data):
-    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data, secure=flower.Secure(limit=0.7))
+    private = privacy.private(FEDAVG, clip=0.7, noise_multiplier=1.0, cohort=3)
+    agreed = agreement([flower.Phase(private, ROUNDS)], data, secure=flower.Secure(limit=0.7))
     kind = _plan.checked(agreed)[0].message
     zeros = jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), kind)
     size = int(data.size.max())
@@ -394,3 +395,32 @@ def test_what_is_clipped_to_the_limit_is_within_it(data):
         leaves[0] = leaves[0].reshape(-1).at[0].set(entry).reshape(leaves[0].shape)
         clipped = privacy._clipped(jax.tree.unflatten(structure, leaves), 0.7)
         assert np.abs(_secure.vector(agreed, 0, clipped, size, size)).max() <= 0.7
+
+
+@pytest.mark.slow
+def test_a_site_that_later_phases_would_count_is_left_out(data, tmp_path):
+    """SCAFFOLD counts clients, whichever phase it is."""
+    variates = scaffold.algorithm(toys.task, toys.opt, plan=toys.PLAN)
+
+    def enter(stage, key, state, data):
+        begun = simulate.init(stage, key, data)
+        return begun._replace(server=begun.server._replace(variables=state.server.variables))
+
+    agreed = agreement(
+        [flower.Phase(FEDAVG, ROUNDS, 2), flower.Phase(variates, TUNE, 1, enter=enter, name='more')], data
+    )
+    grid = Loopback(sites(agreed, data, tmp_path))
+    late = grid.apps.pop(103), grid.contexts[103]
+    rows = []
+
+    def comes(phase, row, state):
+        rows.append((phase, row['sites'], state.server))
+        grid.apps[103], grid.contexts[103] = late
+
+    app = flower.server_app(
+        agreed, tmp_path / 'server', patience=flower.Patience(5.0, None, 0.5), on_round=comes, progress=False
+    )
+    with pytest.warns(UserWarning, match='was not there at the beginning, on which the first state'):
+        serve(app, grid)
+    assert [row[:2] for row in rows] == [('train', 2), ('train', 2), ('more', 2)]
+    assert float(rows[-1][2].extra.total) == 2

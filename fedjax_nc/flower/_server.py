@@ -74,8 +74,8 @@ def server_app(
       most: largest absolute value in a message that passes.
       measure: from the number of a phase and its state, whose `clients` are (), to further numbers of a row.
       evaluate_every: rounds after which sites test the model on tests of their own: 'accuracy' is the generic model's
-        and 'personal_accuracy' that of their own ones, over all examples. After the last round of a phase they always
-        do, and keep the model; see `client_app`.
+        and 'personal_accuracy' that of their own ones, of sites that have had a round of the phase, over all examples.
+        After the last round of a phase they always do, and keep the model; see `client_app`.
       on_round: called with a phase's name, a row and the state, as above, after they are on disk.
       progress: whether to say how far it is.
 
@@ -248,7 +248,7 @@ class Server:
         self.judged: dict[tuple[int, int], bool] = {}  # whether a site of this size changes the first state
 
     def admit(self) -> None:
-        """Leaves out sites that come after the beginning where the first state depends on who is there then.
+        """Leaves out sites that come after the beginning where a first state of a phase depends on who is there then.
 
         SCAFFOLD's holds the number of clients, for one: simulation would have counted them.
         """
@@ -260,7 +260,7 @@ class Server:
             size = int(self.sites.sizes[k])
             if (k, size) not in self.judged:
                 later = np.where(np.arange(len(first)) == k, size, first)
-                one, other = (self._init(sizes) for sizes in (first, later))
+                one, other = ([self._first(q, sizes) for q in range(len(self.kinds))] for sizes in (first, later))
                 self.judged[k, size] = bool(_differences.changed(one, other, 0.0))
             if self.judged[k, size]:
                 self.sites.leave(
@@ -269,31 +269,32 @@ class Server:
                     'run with all sites, and wait longer for them with Patience.start',
                 )
 
-    def _init(self, sizes: np.ndarray) -> Tree:
-        """The first state of training with sites of these sizes."""
-        data = _plan.blank(self.agreed, sizes)
-        return simulate.init(self.agreed.phases[0].algorithm, self.agreed.init_key, data).server
+    def _first(self, number: int, sizes: np.ndarray, before: Tree = None, kept: int = 0) -> Tree:
+        """The server's first state of a phase with sites of these sizes, after `before`, or zeros, all having `kept`."""
+        phase, data = self.agreed.phases[number], _plan.blank(self.agreed, sizes)
+        if number == 0:
+            return simulate.init(phase.algorithm, self.agreed.init_key, data).server
+        last, clients = self.kinds[number - 1], self.agreed.clients
+        if before is None:
+            before = jax.tree.map(lambda u: _zeros(u.shape, u), last.server)
+        everybody = jax.tree.map(lambda u: _zeros((clients, *u.shape), u), last.client)
+        everybody = jax.tree.map(lambda u: u + kept if jnp.issubdtype(u.dtype, jnp.number) else u, everybody)
+        return phase.enter(phase.algorithm, phase.key, State(before, everybody), data).server
 
     def begin(self, number: int, before: Tree) -> tuple[Tree, Tree]:
-        """The server's first state of a phase, and what its sites' first states are made of."""
-        phase = self.agreed.phases[number]
+        """The server's first state of a phase, and what its sites' first states are made of.
+
+        Raises:
+          ValueError: if it depends on what sites keep, which the server does not see.
+        """
         assert self.sites.first is not None
-        if number == 0:
-            state = self._init(self.sites.first)
-            return state, state
-        data = _plan.blank(self.agreed, self.sites.first)
-        kinds = self.kinds[number - 1].client
-        everybody = jax.tree.map(lambda u: _zeros((self.agreed.clients, *u.shape), u), kinds)
-        others = jax.tree.map(lambda u: jnp.ones_like(u) if jnp.issubdtype(u.dtype, jnp.number) else u, everybody)
-        state, other = (
-            phase.enter(phase.algorithm, phase.key, State(before, u), data).server for u in (everybody, others)
-        )
+        state, other = (self._first(number, self.sites.first, before, kept) for kept in (0, 1))
         if _differences.changed(state, other, 0.0):
             raise ValueError(
-                f'the phase {phase.name} begins with what sites keep to themselves, which the server never sees: its '
-                '`enter` cannot be deployed'
+                f'the phase {self.agreed.phases[number].name} begins with what sites keep to themselves, which the '
+                'server never sees: its `enter` cannot be deployed'
             )
-        return state, before
+        return state, before if number else state
 
     def unseen(self, number: int) -> bool:
         """Whether the messages of a phase are summed unseen; there may be none."""
