@@ -183,6 +183,7 @@ def test_no_array_of_examples_is_in_any_message(data, tmp_path):
         for record in message.content.config_records.values():
             assert set(record) <= {
                 'client', 'size', 'library', 'versions', 'agreement', 'phase', 'round', 'examples', 'right',
+                'examples_personal',
                 'right_personal',
             }  # fmt: skip
     assert len(sent) == 5 * (1 + 2 + 1 + 1 + 1)  # hello, two rounds, a test, a stage, a test

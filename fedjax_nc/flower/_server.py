@@ -270,7 +270,7 @@ class Server:
                 )
 
     def _first(self, number: int, sizes: np.ndarray, before: Tree = None, kept: int = 0) -> Tree:
-        """The server's first state of a phase with sites of these sizes, after `before`, or zeros, all having `kept`."""
+        """The server's first state of a phase with sites of these sizes, after `before`, or zeros, having `kept`."""
         phase, data = self.agreed.phases[number], _plan.blank(self.agreed, sizes)
         if number == 0:
             return simulate.init(phase.algorithm, self.agreed.init_key, data).server
