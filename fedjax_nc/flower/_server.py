@@ -288,13 +288,16 @@ class Server:
           ValueError: if it depends on what sites keep, which the server does not see.
         """
         assert self.sites.first is not None
+        if number == 0:
+            state = self._first(0, self.sites.first)
+            return state, state
         state, other = (self._first(number, self.sites.first, before, kept) for kept in (0, 1))
         if _differences.changed(state, other, 0.0):
             raise ValueError(
                 f'the phase {self.agreed.phases[number].name} begins with what sites keep to themselves, which the '
                 'server never sees: its `enter` cannot be deployed'
             )
-        return state, before if number else state
+        return state, before
 
     def unseen(self, number: int) -> bool:
         """Whether the messages of a phase are summed unseen; there may be none."""

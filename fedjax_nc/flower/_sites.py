@@ -170,8 +170,7 @@ def collect(
     """Sends messages and takes the replies that come within so many seconds, each with those after which it was there.
 
     Once `enough` that count are there, the others have `rest` seconds more; `counts` is asked of each as it comes. For
-    a node that has gone the
-    SuperLink itself replies: that is a warning, and nobody's reply.
+    a node that has gone the SuperLink itself replies: that is a warning, and nobody's reply.
     """
     if not messages:
         return []
