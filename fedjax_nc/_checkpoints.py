@@ -113,6 +113,15 @@ def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
         temporary.unlink(missing_ok=True)  # where there was no room, or a folder is in the way
 
 
+def append(path: Path, line: str) -> None:
+    """Adds a line to a file, beginning a new one if the last was torn by whoever was stopped while writing it."""
+    with path.open('ab+') as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b'\n' else f'\n{line}'
+        file.write(f'{line}\n'.encode())
+
+
 def _flush(folder: Path) -> None:
     """The names in a folder to the disk, where the system can."""
     with contextlib.suppress(OSError):  # Windows opens no folders

@@ -576,3 +576,12 @@ def test_memories_prototypes_and_clients_models_survive_a_resumption(algorithm, 
 
     go(2, tmp_path / 'halves')
     toys.same(go(3, tmp_path / 'halves', resume=True), go(3, tmp_path / 'whole'))
+
+
+def test_a_line_that_was_torn_does_not_take_the_next_with_it(tmp_path):
+    path = tmp_path / 'rows.jsonl'
+    _checkpoints.append(path, '{"round": 1}')
+    path.write_bytes(path.read_bytes() + b'{"rou')
+    for t in (2, 3):
+        _checkpoints.append(path, f'{{"round": {t}}}')
+    assert path.read_text().splitlines() == ['{"round": 1}', '{"rou', '{"round": 2}', '{"round": 3}']

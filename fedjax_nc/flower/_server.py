@@ -179,8 +179,8 @@ def run(
                 row: Row = {'round': t + 1, **loss, **answers.told, 'seconds': time.monotonic() - began}
                 away = sorted(set(answers.ids.tolist()) - set(answers.there))
                 about = {'round': t + 1, 'sites': answers.there, 'away': away, **answers.each}
-                with (out / folder / 'sites.jsonl').open('a') as file:  # of a round done again the last line holds
-                    file.write(json.dumps(about) + '\n')
+                # Of a round done again the last line holds.
+                _checkpoints.append(out / folder / 'sites.jsonl', json.dumps(about))
                 if measure is not None:
                     row |= {name: float(u) for name, u in measure(number, State(state, ())).items()}
                 if t + 1 == phase.rounds or (evaluate_every is not None and (t + 1) % evaluate_every == 0):
@@ -354,6 +354,8 @@ class Server:
         told |= {'sites': len(replies), 'refused': len(faults), 'bytes_up': sum(up.values())}
         holding = sum(self.sites.sizes[k] > 0 for k in replies)
         enough = f'{holding} of at least {self.least} sites answered' if holding < self.least else ''
+        if enough and (away := sorted(set(ids.tolist()) - set(replies))):
+            enough += f' and not {checks.shown(away)}; where one is gone for good, go on with a lower `least`'
         if enough and faults:
             enough += f', and {len(faults)} were refused, the first of them because {faults[0]}'
             if len(faults) == len(messages) > 1 and all(' goes to ' in fault for fault in faults):

@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from safetensors.numpy import save as packed
 
 from fedjax_nc import _keys, checks, evaluate, saving, tree
-from fedjax_nc._checkpoints import replace
+from fedjax_nc._checkpoints import append, replace
 from fedjax_nc._fingerprint import of_arrays
 from fedjax_nc.base import Algorithm, FederatedData, Info, State, Tree
 from fedjax_nc.flower import _plan, _secure, _sites, _wire
@@ -275,8 +275,7 @@ def note(site: Site, kind: str, ask: Ask | None = None, **told: Any) -> None:
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
     where = {} if ask is None else {'phase': ask.phase, 'round': ask.round}
     rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in told.items()}
-    with (site.folder / 'sent.jsonl').open('a') as file:
-        file.write(json.dumps({'time': when, 'kind': kind, **where, **rounded}) + '\n')
+    append(site.folder / 'sent.jsonl', json.dumps({'time': when, 'kind': kind, **where, **rounded}))
 
 
 def _place(site: Site, phase: int, round: int) -> Path:
