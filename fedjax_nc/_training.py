@@ -1,5 +1,6 @@
 """What `training.run` is made of: compiled rounds, what rows say of them, and what is said of runs that end early."""
 
+import functools
 import itertools
 import math
 import time
@@ -43,6 +44,26 @@ def keys(key: Array, rounds: Array) -> Array:
     return jax.vmap(lambda t: jax.random.fold_in(key, t))(rounds)
 
 
+def made(algorithm: Algorithm, cohort: int | None, chunk: int | None, mesh: Mesh | None, lazy: bool) -> Any:
+    """What compiles the rounds; the same for the same algorithm, so that a run like one before finds its programs."""
+    given = algorithm, cohort, chunk, mesh, lazy
+    try:
+        hash(given)
+    except TypeError:  # of functions that are records with arrays, for example
+        return _made.__wrapped__('', *given)
+    # What its functions hold, or take from their module, may have changed since.
+    return _made(_fingerprint.of_algorithm(algorithm), *given)
+
+
+@functools.lru_cache(maxsize=8)
+def _made(
+    name: str, algorithm: Algorithm, cohort: int | None, chunk: int | None, mesh: Mesh | None, lazy: bool
+) -> Any:
+    if lazy:
+        return population.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh)  # compiles itself
+    return simulate.compiled(simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh)))
+
+
 class Rounds:
     """Compiled rounds, several in a call: `(keys [R], state, data) -> (state, reports [R, ...], times)`.
 
@@ -55,17 +76,16 @@ class Rounds:
         """Compiles nothing yet. Arguments are those of `simulate.make_round`, and a state of the kind that comes."""
         self._executables: dict[int, Any] = {}
         self._lazy = isinstance(state.clients, population.Store)
+        rounds = made(algorithm, cohort, chunk, mesh, self._lazy)
         if self._lazy:
-            alone = population.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh)  # compiles itself
 
             def one(keys: Array, state: State, data: FederatedData) -> tuple[State, simulate.Report]:
-                state, report = alone(keys[0], state, data)
+                state, report = rounds(keys[0], state, data)
                 return state, jax.tree.map(lambda u: u[None], report)
 
             self._rounds: Any = one
         else:
-            round = simulate.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh)
-            self._rounds = simulate.compiled(simulate.several(round))
+            self._rounds = rounds
 
     def ready(self, count: int) -> bool:
         """Whether a call of that many rounds runs at once."""

@@ -1,4 +1,6 @@
+import contextlib
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -56,6 +58,20 @@ def whole(data, tmp_path_factory):
     """Five rounds without a break."""
     out = tmp_path_factory.mktemp('whole')
     return run(data, 5, eval_every=2, out=out), out
+
+
+@contextlib.contextmanager
+def compiled():
+    """The names of what is compiled meanwhile."""
+    names = []
+
+    def listen(event, duration, **about):
+        if event == '/jax/core/compile/backend_compile_duration':
+            names.append(about.get('fun_name'))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def lines(out):
@@ -585,3 +601,51 @@ def test_a_line_that_was_torn_does_not_take_the_next_with_it(tmp_path):
     for t in (2, 3):
         _checkpoints.append(path, f'{{"round": {t}}}')
     assert path.read_text().splitlines() == ['{"round": 1}', '{"rou', '{"round": 2}', '{"round": 3}']
+
+
+@pytest.mark.parametrize(('begin', 'program'), [(simulate.init, 'jit(rounds)'), (population.init, 'jit(told)')])
+def test_a_run_after_one_like_it_compiles_no_round(data, begin, program):
+    def rounds(algorithm, n, **how):
+        return training.run(
+            algorithm, toys.KEY, begin(algorithm, toys.KEY, data), data, rounds=n, progress=False, **how
+        )
+
+    kept = fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, persist_momentum=True)
+    first = rounds(kept, 1, cohort=2)
+    with compiled() as programs:
+        again = rounds(kept, 1, cohort=2)
+        assert program not in programs
+        rounds(kept, 1, cohort=3)
+        assert program in programs
+    toys.same(first.state.server, again.state.server)
+
+
+FACTOR = 1.0
+
+
+def test_what_an_algorithm_takes_from_its_module_may_change_between_runs(data, monkeypatch):
+    settings = {'factor': 1.0}
+
+    def client(key, server, client, data):
+        message, client, info = plain.client(key, server, client, data)
+        return message, client, info._replace(loss=info.loss * FACTOR * settings['factor'])
+
+    scaled = plain._replace(client=client)
+    (once,) = go(scaled, data, rounds=1).history
+    settings['factor'] = 2.0
+    (twice,) = go(scaled, data, rounds=1).history
+    monkeypatch.setattr(sys.modules[__name__], 'FACTOR', 2.0)
+    (more,) = go(scaled, data, rounds=1).history
+    np.testing.assert_allclose([twice['loss'], more['loss']], [2 * once['loss'], 4 * once['loss']], rtol=1e-6)
+
+
+def test_functions_that_cannot_be_told_apart_are_compiled_anew(data):
+    @dataclasses.dataclass(eq=True)
+    class Client:
+        rate: np.ndarray
+
+        def __call__(self, *given):
+            return plain.client(*given)
+
+    (row,) = go(plain._replace(client=Client(np.ones(2))), data, rounds=1).history
+    assert row['loss'] == go(plain, data, rounds=1).history[0]['loss']
