@@ -96,6 +96,7 @@ def test_what_is_done_is_not_done_again(rows, tmp_path, capsys):
     assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ['bad', 'slow', 'killed']
 
 
+@pytest.mark.slow
 def test_time_that_is_over_is_no_fault_of_the_row(rows, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rows, 'ROWS', [rows.Row('a', 'W1', form, '5', seconds=90) for form in ('good', 'slow', 'late')])
     monkeypatch.setattr(rows, 'WORTH', 1)
@@ -289,6 +290,7 @@ LENT = (
 """What the machines have on which it is to run."""
 
 
+@pytest.mark.slow
 def test_it_needs_no_more_than_it_says(tmp_path):
     """In a process that cannot import what else the project names."""
     project = tomllib.loads((BENCHMARKS.parent / 'pyproject.toml').read_text())['project']

@@ -98,7 +98,10 @@ TOP = {name: 'layers.2' if name.startswith('equinox') else 'top' for name in ADA
 X = jax.random.normal(jax.random.key(1), (6, toys.DIM)) * 2 + 1
 
 
-@pytest.fixture(params=ADAPTED)
+QUICK = ('linen', 'equinox', 'haiku')  # the others are for those with more time
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ADAPTED])
 def name(request):
     return request.param
 
@@ -133,6 +136,7 @@ def test_padded_rows_leave_no_trace(name):
     close(*gradients, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_padded_images_leave_no_trace_in_haiku_and_equinox():
     """Those two are told by other rows: moments are over pixels, too."""
 
@@ -321,7 +325,9 @@ def test_a_linen_layer_that_always_trains_is_told_when_it_evaluates(layer):
         model.features(params, stats, x)
 
 
-@pytest.mark.parametrize('library', ['linen', 'nnx', 'equinox', 'haiku'])
+@pytest.mark.parametrize(
+    'library', ['linen', *(pytest.param(u, marks=pytest.mark.slow) for u in ('nnx', 'equinox', 'haiku'))]
+)
 def test_batchnorm_of_any_library_stays_with_its_client(library):
     data = toys.ragged((40, 25))
     task = objective(body(library), heads.linear(), losses.cross_entropy)

@@ -72,7 +72,7 @@ NEUTRAL = {
     'fedmmd': functools.partial(fedmmd.algorithm, lam=0.0),
     'fedprox': functools.partial(fedprox.algorithm, mu=0.0),
 }
-QUICK = [('fednh', 'moon'), ('ditto', 'fedmmd')]
+QUICK = [('fednh', 'moon')]
 
 
 def one(clients, k):
@@ -106,6 +106,7 @@ def test_a_neutral_base_changes_no_number(method, base):
     toys.same(outcome(method, base), outcome(method, None), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', ['fednh', 'gmv', 'ratio loss'])
 def test_personal_models_of_ditto_have_the_class_vectors_and_memories_that_they_received(method):
     algorithm = METHODS[method](toys.opt, plan=PLAN, base=ditto.algorithm)
@@ -121,6 +122,7 @@ def test_personal_models_of_ditto_have_the_class_vectors_and_memories_that_they_
         toys.same(logits, predict(mine, one(state.clients.personal, 2), DATA.x[:9]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('base', [fedper.algorithm, functools.partial(fedrep.algorithm, head_epochs=2)])
 def test_confidence_is_that_of_a_head_which_the_client_keeps(base):
     """Against NumPy: means of unit features, weighted by the softmax with the client's own scale."""

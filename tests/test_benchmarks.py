@@ -35,6 +35,7 @@ def script(*args):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_script_prints_markdown_and_writes_json(tmp_path):
     out = tmp_path / 'deep' / 'w4.json'
     compare = ('--compare', 'pytorch', '--torch-threads', 1) if TORCH else ()
@@ -56,6 +57,7 @@ def test_script_prints_markdown_and_writes_json(tmp_path):
         assert row['compile_seconds'] > 0
 
 
+@pytest.mark.slow
 def test_the_fastest_form_may_be_looked_for_first(bench, capsys, monkeypatch):
     few = [bench.tuning.Choice(chunk=2), bench.tuning.Choice(chunk=2, rounds_per_call=9)]
     monkeypatch.setattr(bench.tuning, 'candidates', lambda *about, **more: few)
@@ -64,6 +66,7 @@ def test_the_fastest_form_may_be_looked_for_first(bench, capsys, monkeypatch):
     assert capsys.readouterr().err.count('tuning: default form, chunk 2: ') == 1
 
 
+@pytest.mark.slow
 def test_rounds_of_one_call_are_told_by_the_round(bench):
     few = ['--workload', 'W4', '--clients', '20', '--cohort', '4', '--rounds', '2', '--rounds-per-call', '1', '3']
     single, several = bench.main(few)['rows']
@@ -369,6 +372,7 @@ def test_a_shared_pool_makes_many_clients(bench):
     np.testing.assert_array_equal(clients.counts[2999], np.bincount(labels, minlength=10))
 
 
+@pytest.mark.slow
 def test_scaling_counts_communication(bench, capsys):
     scaling = importlib.import_module('scaling')
     text = """
@@ -386,6 +390,7 @@ def test_scaling_counts_communication(bench, capsys):
     assert capsys.readouterr().out.count('\n| strong |') == 1
 
 
+@pytest.mark.slow
 def test_clients_of_the_last_round_have_the_models_that_they_keep(bench, tmp_path):
     cohort_models = importlib.import_module('cohort_models')
     setting = experiments.Setting(
@@ -408,6 +413,7 @@ def test_clients_of_the_last_round_have_the_models_that_they_keep(bench, tmp_pat
     assert f'{100 * result["all"]["PM(V)"]:.1f}' in cohort_models.markdown({'FedAvg': result})
 
 
+@pytest.mark.slow
 def test_the_first_refits_are_those_of_the_table(bench, tmp_path, monkeypatch):
     refits = importlib.import_module('ccvr_refits')
     setting = experiments.Setting(

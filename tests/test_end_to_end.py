@@ -66,6 +66,7 @@ def test_forms_of_convolution_train_the_same_model(images, alone, conv):
     toys.same(play(images, 'group', conv=conv)[0], alone[2], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_batch_norm_statistics_are_averaged_and_can_be_pooled(images):
     mean, pooled = play(images, rounds=1)[0], play(images, rounds=1, aggregate_stats=aggregators.pooled_stats())[0]
     toys.same(mean.params, pooled.params)

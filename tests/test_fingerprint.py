@@ -185,6 +185,7 @@ def test_algorithms_are_told_apart_and_made_again_are_the_same():
     assert of_algorithm(again) == of_algorithm(fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN))
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_every_process_and_beside_other_threads():
     code = (
         'import sys; sys.path.insert(0, sys.argv[1])\n'

@@ -144,6 +144,7 @@ def test_fedloge_realigns_the_heads_that_sites_have_kept(data, tmp_path):
         assert apart(mine, jax.tree.map(lambda u, k=k: u[k], state.clients)) < 1e-6
 
 
+@pytest.mark.slow
 def test_who_does_not_answer_is_nobody(data, tmp_path):
     algorithm = scaffold.algorithm(toys.task, toys.opt, plan=toys.PLAN)
     agreed = agreement([flower.Phase(algorithm, ROUNDS, 4)], data)

@@ -291,6 +291,7 @@ def test_extremes_of_half_precision_travel_whole():
         np.testing.assert_array_equal(_wire.unpack(record, a, 'a site', most=1e30)['w'], a['w'])
 
 
+@pytest.mark.slow
 def test_who_never_took_part_has_no_personal_accuracy(data, tmp_path):
     """Its own model is the one that it began with: of cohorts that are a part, and of whoever was away."""
     kept = latest.keep(fedavg.algorithm(toys.task, local.sgd(0.2), plan=local.Plan(8, 8)))
@@ -365,6 +366,7 @@ def test_sites_without_examples_are_none_of_those_that_hide_the_others(data, tmp
         deploy(agreed, Loopback(apps), tmp_path / 'server', flower.Patience(1.0, None, 1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::UserWarning')
 def test_a_sum_needs_a_share_of_the_cohort_and_not_of_those_who_are_there(tmp_path):
     six = toys.ragged((10, 7, 12, 9, 11, 8))

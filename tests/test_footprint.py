@@ -121,6 +121,7 @@ def test_nothing_is_allocated():
     assert need.clients > 2e12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('body', 'side', 'chunk', 'build'),
     [

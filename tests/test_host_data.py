@@ -150,6 +150,7 @@ def test_runs_and_their_resumption_are_the_same(stored, both, tmp_path):
     assert [r['accuracy'] for r in whole.history] == [r['accuracy'] for r in resumed.history]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('most', [1, 3000, 10**9])
 def test_evaluation_and_stages_go_through_all_clients_a_few_at_a_time(most, both, monkeypatch):
     here, away = both

@@ -82,6 +82,7 @@ def test_momentum_starts_anew_each_round_unless_it_is_kept(data):
 NORMED = objective(toys.normed, heads.etf(6, scale=2.0), losses.balanced_softmax)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('task', [toys.task, NORMED])  # the second with a temperature and running statistics
 def test_aggregating_identical_messages_is_the_identity(data, task):
     """Every client reports the model of client 0: size weights, uniform weights and the median must agree with it."""
@@ -119,6 +120,7 @@ def test_frozen_parts_do_not_move_by_a_bit(data):
     assert np.abs(before.params['body']['w'] - after.params['body']['w']).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_learning_rates_can_be_swept_without_recompiling(data):
     """A function that builds an algorithm can be vmapped over its numbers."""
 

@@ -277,6 +277,7 @@ def test_threads_may_trace_the_first_model_together():
     subprocess.run([sys.executable, '-c', program], check=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('held', ['y = ', ''])
 def test_a_program_that_runs_when_the_interpreter_ends_does_not_keep_it(held):
     program = (
@@ -296,6 +297,7 @@ def test_a_program_that_runs_when_the_interpreter_ends_does_not_keep_it(held):
     assert done.stderr.endswith('ValueError: a fault of the user\n')
 
 
+@pytest.mark.slow
 def test_nor_does_a_thread_that_goes_on_and_on():
     program = (
         'import threading, time, jax, jax.numpy as jnp\n'

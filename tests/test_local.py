@@ -100,6 +100,7 @@ def test_tails_change_padding_and_nothing_else(data, start, tails):
     assert len(seen) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('narrower', 'tails'), [((1,), ()), ((1, 3), (2,)), ((2, 5, 8, 20), ())])
 def test_narrower_lanes_change_waiting_and_nothing_else(data, start, narrower, tails):
     plan = toys.PLAN._replace(tails=tails)
@@ -198,6 +199,7 @@ def test_narrower_lanes_take_numbers_of_python_as_loops_do(data):
         toys.same(got, want, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_narrower_lanes_are_differentiated_forwards(data):
     """And serve sweeps of settings in which no client has lanes of its own."""
 

@@ -131,6 +131,7 @@ def test_some_clients_are_drawn_by_the_seed(tmp_path):
     assert seen == {(30, 10), (30, 20), (10, 20)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('owners', [OWNERS, np.array(list('xxnaxsgn'))[OWNERS]])
 def test_a_summary_says_who_was_drawn(tmp_path, owners):
     saved(tmp_path, clients_train=owners, clients_test=None)

@@ -314,6 +314,7 @@ def confusion(out):
     return table / table.sum()
 
 
+@pytest.mark.slow
 def test_a_model_of_a_changed_file_comes_with_a_warning(tmp_path, mine):
     out = tmp_path / 'run'
     experiments.run(Setting(**DIGITS, algorithm='steps.halved:algorithm'), out, progress=False)

@@ -153,6 +153,7 @@ def test_a_run_with_a_store_resumes(data, on_device, tmp_path):
         training.run(other, toys.KEY, population.init(other, toys.KEY, data), data, rounds=5, out=tmp_path, resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_first_states_of_another(data, tmp_path):
     """Those of clients that it has not met yet are made of the key that the state was made with."""
     algorithm = fedper.algorithm(toys.task, toys.opt, plan=toys.PLAN)

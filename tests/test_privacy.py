@@ -212,7 +212,7 @@ def test_every_algorithm_is_exact_in_private_or_refused():
     assert {module.name for module in pkgutil.iter_modules(algorithms.__path__)} <= named
 
 
-QUICK = ('fedavg', 'scaffold', 'feddyn', 'fedetf', 'fedloge', 'fedper')  # the others are for those with more time
+QUICK = ('scaffold', 'feddyn', 'fedloge')  # the others are for those with more time
 
 
 @pytest.mark.parametrize(
@@ -445,6 +445,7 @@ def test_epsilon_refuses_what_is_out_of_range(argument, value):
         privacy.epsilon(1.0, 0.1, 10, 1e-5, sampling='shuffled')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['clip', 'noise_multiplier'])
 def test_clip_and_noise_may_be_traced(name):
     task = objective.objective(models.from_flax(models.MLP((8,))), heads.linear(), losses.cross_entropy)

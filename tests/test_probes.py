@@ -210,6 +210,7 @@ STUDY = {
 }
 
 
+@pytest.mark.slow
 def test_a_study_tells_and_draws_what_probes_of_ones_own_measure(tmp_path, mine):
     study = Study.of(STUDY, 'nc')
     assert not runner.carry_out(study, tmp_path, show=False)

@@ -159,6 +159,7 @@ def test_a_trace_without_rounds_is_one_line(script):
         script.attribute(Trace([Plane('/host:CPU', [Line([Event('x', 1, 1)])])]), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('options', 'busy', 'steps'),
     [

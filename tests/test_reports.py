@@ -260,6 +260,7 @@ def test_another_baseline(known, written):
         known.against('Other')
 
 
+@pytest.mark.slow
 def test_rows_without_a_run_or_a_published_number_are_named_below_alone(written):
     said = {**SAID, 'methods': {**SAID['methods'], 'Later': {'algorithm': 'fednova'}}}
     known = Study.of(said, 'byhand')

@@ -80,6 +80,7 @@ def test_in_fedavg_they_follow_the_mean_change(data):
     toys.same(after.variables.params, jax.tree.map(moved, first.variables.params, delta), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('opt', [optax.sgd(1.0, 0.9), servers.fedyogi(0.1)])
 def test_running_statistics_are_not_the_servers_business(data, opt):
     task = objective(toys.normed, heads.linear(), losses.cross_entropy)

@@ -124,6 +124,7 @@ def test_ids_that_name_no_cohort_are_refused_where_they_are_known(data, ids, mat
         population.make_round(algorithm)(toys.KEY, kept, data, jnp.asarray(ids))
 
 
+@pytest.mark.slow
 def test_ids_that_are_traced_become_nobody_where_they_are_repeated_or_out_of_range(data):
     kept = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN, persist_momentum=True)
     state, run = simulate.init(kept, toys.KEY, data), jax.jit(simulate.make_round(kept, chunk=1))
@@ -249,6 +250,7 @@ def test_numbers_of_clients_beyond_int32_are_refused_before_they_wrap(data):
         simulate.make_round(algorithm)(toys.KEY, state, data, np.array([2**32, 2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('chunk', [1, 3, 8])
 def test_padded_work_with_tails_is_that_of_each_loop_over_batches(chunk):
     """Clients side by side wait for each other in every one of them."""
@@ -456,6 +458,7 @@ def test_a_round_traces_its_client_once(data):
     assert len(seen) == 2
 
 
+@pytest.mark.slow
 def test_a_round_that_is_compiled_for_once_is_the_same(data):
     algorithm = fedprox.algorithm(toys.task, toys.opt, mu=0.1, plan=toys.PLAN)
     ends = []
@@ -465,6 +468,7 @@ def test_a_round_that_is_compiled_for_once_is_the_same(data):
     toys.same(*ends, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_functions_are_judged_as_they_are_called():
     # What `functools.wraps` has put around a function tells the arguments of the function, which may be others.
     plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
@@ -562,6 +566,7 @@ def test_default_lanes_follow_the_platform_and_the_size_of_a_model():
     assert [lanes(large, n, 'cuda') for n in (1, 3, 5, 6, 10, 100)] == [1, 3, 5, 3, 5, 4]  # none of them empty
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', ['uint8', 'int8', 'uint32', 'int32'])
 def test_clients_may_be_named_by_numbers_of_few_bits(dtype):
     data = toys.ragged([2, 3] * 150)

@@ -384,6 +384,7 @@ def test_it_leaves_no_file_behind(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_examples_may_stay_on_the_host():
     x, y = np.asarray(CLIENTS.x), np.asarray(CLIENTS.y)
     parts = [np.asarray(CLIENTS.index)[k, :n] for k, n in enumerate(np.asarray(CLIENTS.size))]

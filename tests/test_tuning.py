@@ -54,6 +54,7 @@ def test_a_round_is_extrapolated_along_its_batch_rows(monkeypatch):
     assert tuning.fastest(build, DATA, CHOICES, seconds=50).choice.chunk == 1
 
 
+@pytest.mark.slow
 def test_short_rounds_are_run_whole(monkeypatch):
     caps = []
     on_a_clock(monkeypatch, lambda lanes, cap: caps.append(cap) or lanes)
@@ -62,6 +63,7 @@ def test_short_rounds_are_run_whole(monkeypatch):
     assert [t.seconds for t in found.tried] == [1, 2, 4]
 
 
+@pytest.mark.slow
 def test_it_really_measures():
     found = tuning.fastest(build, DATA, CHOICES, cohort=4, seconds=0.01, repeats=1)
     assert all(0 < t.seconds < 60 and t.compile_seconds > 0 and not t.problem for t in found.tried)
@@ -133,6 +135,7 @@ def test_a_form_that_refuses_the_model_costs_only_itself(monkeypatch):
         tuning.fastest(build, DATA, CHOICES[:1], seconds=0.01)
 
 
+@pytest.mark.slow
 def test_what_comes_to_the_same_is_tried_once():
     several = [tuning.Choice(), tuning.Choice(chunk=len(SIZES)), tuning.Choice(chunk=99), tuning.Choice(chunk=2)]
     assert simulate.default_chunk(build(several[0]).init(toys.KEY, DATA), len(SIZES)) == len(SIZES)
@@ -151,6 +154,7 @@ def test_smaller_batches_are_extrapolated_by_examples_and_remembered(monkeypatch
     assert tuning.fastest(build, DATA, [choice], cache=cache) == found
 
 
+@pytest.mark.slow
 def test_narrower_lanes_are_extrapolated_by_what_they_compute_and_remembered(monkeypatch, tmp_path):
     def steps(lanes, cap):
         left = np.array([*sorted((-(-min(n, cap) // toys.PLAN.batch_size) for n in SIZES), reverse=True), 0, 0])

@@ -96,6 +96,7 @@ def test_a_run_without_is_named_as_before():
     assert setting(validation=0.0).digest == setting().digest != setting(validation=0.1).digest
 
 
+@pytest.mark.slow
 def test_options_are_chosen_by_a_scale_of_a_study(tmp_path):
     """As the guide has it: rates are compared on what clients hold back, the best one is then tested."""
     plain = {

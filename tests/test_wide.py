@@ -17,14 +17,18 @@ def private(algorithm):
     return privacy.private(algorithm, clip=1.0, noise_multiplier=0.1, cohort=4)
 
 
+def long(make):
+    return pytest.param(make, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     'make',
     [
         lambda: fedetf_gmv.algorithm(toys.tiny, toys.opt, warm=1, plan=toys.PLAN),
-        lambda: fedetf_gmv.algorithm(toys.tiny, toys.opt, warm=1, plan=toys.PLAN, features='online'),
-        lambda: ratioloss.algorithm(toys.tiny, toys.opt, auxiliary=EXAMPLES, plan=toys.PLAN),
+        long(lambda: fedetf_gmv.algorithm(toys.tiny, toys.opt, warm=1, plan=toys.PLAN, features='online')),
+        long(lambda: ratioloss.algorithm(toys.tiny, toys.opt, auxiliary=EXAMPLES, plan=toys.PLAN)),
         lambda: private(scaffold.algorithm(toys.task, toys.opt, plan=toys.PLAN)),
-        lambda: private(feddyn.algorithm(toys.task, toys.opt, plan=toys.PLAN, alpha=0.1)),
+        long(lambda: private(feddyn.algorithm(toys.task, toys.opt, plan=toys.PLAN, alpha=0.1))),
     ],
     ids=['gmv', 'gmv online', 'ratioloss', 'private scaffold', 'private feddyn'],
 )

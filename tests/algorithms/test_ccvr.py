@@ -258,6 +258,7 @@ TASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', TASKS)
 def test_on_top_of_training(data, name):
     """Only the head moves, whatever trained it; the state keeps its type, so that training can go on."""
@@ -278,6 +279,7 @@ def test_on_top_of_training(data, name):
     np.testing.assert_allclose(stage.predict(after.server, (), data.x[:9]), want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_nobody_leaves_no_trace(ragged):
     """Clients without data may come or go, also when they fill up chunks."""
     some = jnp.flatnonzero(ragged.size)
