@@ -3,9 +3,10 @@ written.
 
 Arrays go by their values. Algorithms are closures, and go by what they close over: names of functions, and every
 number, array, option and function that these hold, down to the last; functions of users also by their code and what
-they take from their module, and classes of users by their methods and constants. The same program has the same
-fingerprint in every process and on every device. What is not seen is the code of classes of installed packages, and
-what an object of a compiled class holds without attributes.
+they take from their module and from modules of users that it imports, and classes of users by their methods and
+constants. The same program has the same fingerprint in every process and on every device. What is not seen is the code
+of classes of installed packages, what a function imports while it runs, and what an object of a compiled class holds
+without attributes.
 """
 
 import collections
@@ -16,7 +17,7 @@ import hashlib
 import numbers
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +142,12 @@ def parts(value: Any) -> Iterator[Any]:
         yield from (getattr(value, '__dict__', None),)
 
 
-def of_user(cls: type) -> bool:
-    """Whether a class is of no installed package, and of none of Python's."""
-    if f'{cls.__module__}.'.startswith(LIBRARIES) or cls.__module__.partition('.')[0] in sys.stdlib_module_names:
+def of_user(value: type | types.ModuleType) -> bool:
+    """Whether a class or a module is of no installed package, and of none of Python's."""
+    module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    if f'{module}.'.startswith(LIBRARIES) or module.partition('.')[0] in sys.stdlib_module_names:
         return False
-    file = getattr(sys.modules.get(cls.__module__), '__file__', None) or ''
+    file = getattr(sys.modules.get(module), '__file__', None) or ''
     return not {'site-packages', 'dist-packages'} & set(Path(file).parts)
 
 
@@ -169,11 +171,20 @@ def body(cls: type) -> Iterator[Any]:
 def code(of: types.CodeType, doc: str | None, scope: Mapping[str, Any]) -> Iterator[Any]:
     """What a user's function does: its instructions and constants, and what it takes from its module."""
     yield from (of.co_names, of.co_code)
-    for name in of.co_names:
-        if name in scope:
-            yield scope[name]
+    yield from taken(of.co_names, scope, set())
     for constant in of.co_consts:
         if isinstance(constant, types.CodeType):
             yield from code(constant, None, scope)
         elif constant != doc:
             yield constant
+
+
+def taken(names: Iterable[str], scope: Mapping[str, Any], met: set[int]) -> Iterator[Any]:
+    """What these names stand for in a module, and in the user's modules that it takes from there, as `helpers.mean`."""
+    met.add(id(scope))
+    for name in names:
+        if name in scope:
+            value = scope[name]
+            yield value
+            if isinstance(value, types.ModuleType) and of_user(value) and id(vars(value)) not in met:
+                yield from taken(names, vars(value), met)

@@ -55,10 +55,8 @@ def made(algorithm: Algorithm, cohort: int | None, chunk: int | None, mesh: Mesh
     return _made(_fingerprint.of_algorithm(algorithm), *given)
 
 
-@functools.lru_cache(maxsize=8)
-def _made(
-    name: str, algorithm: Algorithm, cohort: int | None, chunk: int | None, mesh: Mesh | None, lazy: bool
-) -> Any:
+@functools.lru_cache(maxsize=4)  # that of ResNet-20 holds 100 MB
+def _made(name: str, algorithm: Algorithm, cohort: int | None, chunk: int | None, mesh: Mesh | None, lazy: bool) -> Any:
     if lazy:
         return population.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh)  # compiles itself
     return simulate.compiled(simulate.several(simulate.make_round(algorithm, cohort=cohort, chunk=chunk, mesh=mesh)))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from fedjax_nc import checks
+from fedjax_nc import checks, tree
 from fedjax_nc.base import Aggregator, Array, Tree
 
 
@@ -207,9 +207,10 @@ def krum(byzantine: int, select: int = 1) -> Callable[[Tree, Array], Tree]:
     """The message that lies closest to its neighbours, or the mean of a few such. (Blanchard et al., NeurIPS 2017.)
 
     A client's score is the sum of squared distances, over the whole message, to its `n - byzantine - 2` closest others
-    of the n clients that hold examples; the `select` clients of lowest score are averaged, which is Multi-Krum. Use as
-    `stacked(krum(2))`. The proof asks for `n >= 2 byzantine + 3`; where n is smaller, one neighbour is looked at.
-    In FedAvg it judges parameters alone; give `aggregate_stats` a robust aggregator too where there is BatchNorm.
+    of the n clients that hold examples; the `select` clients of lowest score are averaged, which is Multi-Krum, but no
+    more than `n - byzantine` of them. Use as `stacked(krum(2))`. The proof asks for `n >= 2 byzantine + 3`; where n is
+    smaller, one neighbour is looked at. In FedAvg it judges parameters alone; give `aggregate_stats` a robust
+    aggregator too where there is BatchNorm.
 
     Args:
       byzantine: how many clients may send anything.
@@ -237,8 +238,9 @@ def krum(byzantine: int, select: int = 1) -> Callable[[Tree, Array], Tree]:
         ordered = jnp.sort(jax.lax.map(distances, everyone), axis=1)
         near = everyone < jnp.minimum(jnp.maximum(n - byzantine - 2, 1), n - 1)
         score = jnp.where(live, jnp.sum(jnp.where(near, ordered, 0.0), axis=1), jnp.inf)
-        order = jnp.argsort(score)[:select]
-        chosen = live[order]
+        whole = tree.finite_rows(messages)
+        order = jnp.lexsort((score, ~whole, ~live))[:select]
+        chosen = live[order] & (everyone[:select] < jnp.maximum(n - byzantine, 1))
 
         def mean(u: Array) -> Array:
             kept = jnp.where(jnp.expand_dims(chosen, range(1, u.ndim)), u[order], 0.0)

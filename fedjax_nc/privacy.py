@@ -11,6 +11,7 @@ so that the mean of M clients carries noise of standard deviation `z S / M`, and
 of whether a client, with all its examples, took part at all.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from jax.extend import core
 
 from fedjax_nc import aggregators, checks, tree
 from fedjax_nc.algorithms import feddyn, fednova
-from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Shard, Tree
+from fedjax_nc.base import Aggregate, Algorithm, Array, Info, Shard, Tree, Variables
 
 MULTIPLIERS = 1e-6, 1e6
 """The noise that is accounted for."""
@@ -41,7 +42,9 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     clipped messages, and takes a client's model to be what it has sent.
 
     Whoever knows the key of a round knows its cohort and its noise: in simulation, keep the run's key as secret as its
-    reports. `flower.server_app` draws the noise from fresh randomness of its own.
+    reports, and use it for nothing else, the first state included, whose parameters are published. The same key gives
+    the same noise only in the same round with the same S and z. `flower.server_app` draws the noise from fresh
+    randomness of its own.
 
     Args:
       algorithm: one whose server works with means or sums of messages. Means by class and FedNova's directions are
@@ -57,8 +60,8 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     Raises:
       ValueError: if S is not positive and finite, z negative, or M below 1; when a state is made, for a model with
         running statistics: they are not changes, and clipping would destroy them; in the first round, for messages
-        that are weighted, a server that asks for numbers of examples, or a cohort of another size; for what is no
-        algorithm.
+        that are weighted or hold whole numbers, a server that asks for numbers of examples, or a cohort of another
+        size; for what is no algorithm.
     """
     checks.kind('algorithm', algorithm, Algorithm)
     checks.number('clip', clip, open_low=True)
@@ -68,7 +71,8 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
     clip, noise_multiplier = (u if checks.traced(u) else float(u) for u in (clip, noise_multiplier))
 
     def refuse_statistics(server: Tree) -> None:
-        if jax.tree.leaves(server.variables.stats):
+        held = jax.tree.leaves(server, is_leaf=lambda u: isinstance(u, Variables))
+        if jax.tree.leaves([u.stats for u in held if isinstance(u, Variables)]):
             raise ValueError('running statistics cannot be sent in private: use a model with GroupNorm, not BatchNorm')
 
     def init_client(key: Array, server: Tree) -> Tree:
@@ -90,9 +94,15 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
                 'this algorithm weighs what clients send, by class or by their steps, before it is summed: in private '
                 'use one that sends changes of a model alone, such as fedavg'
             )
-        kept = _clipped(message, clip)
+        if any(not jnp.issubdtype(u.dtype, jnp.floating) for u in jax.tree.leaves(message)):
+            raise ValueError(
+                'messages of this algorithm hold whole numbers, such as counts or ids, which cannot be clipped beside '
+                'the change of a model: send changes alone in private'
+            )
         # What is dropped leaves no trace, in the client's state neither: the report knows it as broken by its loss.
-        whole = jnp.isfinite(tree.dot(message, message))
+        sound = tree.finite_rows(_row(info.loss)) & ~tree.nan_rows(jax.tree.map(_row, new))
+        whole = jnp.isfinite(tree.dot(message, message)) & sound[0]
+        kept = tree.where(whole, _clipped(message, clip), tree.zeros(message))
         return tree.where(whole, new, client), kept, info._replace(loss=jnp.where(whole, info.loss, jnp.nan))
 
     def server(key: Array, server: Tree, aggregate: Aggregate) -> Tree:
@@ -101,14 +111,22 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
                 f'private divides by cohort={cohort}, and the round has {aggregate.cohort} clients: give both the same'
             )
         k_noise, key = jax.random.split(key)
-        mean = tree.scale(_noisy(k_noise, aggregate.value, noise_multiplier * clip), 1.0 / cohort)
+        std = jnp.float32(noise_multiplier * clip)
+        # Runs that differ in S or z, or one that goes on with the key that it began with, would share their noise, and
+        # the difference of their models be without any.
+        own = jax.lax.bitcast_convert_type(std, jnp.uint32), getattr(server, 'round', 0)
+        k_noise = functools.reduce(jax.random.fold_in, own, k_noise)
+        mean = tree.scale(_noisy(k_noise, aggregate.value, std), 1.0 / cohort)
         message = jax.tree.map(lambda u: u[None], mean)
 
         def sent(slot: Array) -> Tree:
             return algorithm.aggregate.partial(message, jnp.ones(1, jnp.float32), slot[None], cohort)
 
         slots = jnp.arange(cohort)
-        total = jax.lax.fori_loop(1, cohort, lambda i, total: tree.add(total, sent(slots[i])), sent(slots[0]))
+        if depends_on(jax.make_jaxpr(sent)(slots[0]).jaxpr, 0):  # each has a place of its own, as in a stack
+            total = jax.lax.fori_loop(1, cohort, lambda i, total: tree.add(total, sent(slots[i])), sent(slots[0]))
+        else:  # the same of all: in a large cohort the sum would lose digits, and take long
+            total = jax.tree.map(lambda u: u * jnp.asarray(cohort, u.dtype), sent(slots[0]))
         value = algorithm.aggregate.finish(total)
 
         def step(examples: Array) -> Tree:
@@ -128,6 +146,11 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
         server=server,
         secret=algorithm.secret or checks.traced(noise_multiplier) or noise_multiplier > 0,
     )
+
+
+def _row(u: Array) -> Array:
+    """One client's number or array as a row of those of many."""
+    return jnp.asarray(u)[None]
 
 
 def depends_on(jaxpr: core.Jaxpr, at: int) -> bool:
@@ -254,7 +277,7 @@ def _accounting(sampling_rate: float, rounds: int, delta: float, sampling: str) 
     except ImportError as error:
         raise ImportError('epsilon needs dp-accounting: pip install "fedjax_nc[privacy]"') from error
     rate = float(sampling_rate)  # the accountant goes on in the precision of what it is given
-    share = Fraction(rate).limit_denominator(10**9)
+    share = max(Fraction(rate).limit_denominator(10**9), Fraction(1, 10**9))  # none would be no loss at all
     coins = sampling == 'poisson'
     relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE if coins else dp.NeighboringRelation.REPLACE_ONE
 

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import fedjax_nc
-from fedjax_nc import _checkpoints, _fingerprint, checks, models, simulate
+from fedjax_nc import _checkpoints, _fingerprint, _machine, checks, models, simulate
 from fedjax_nc.base import Algorithm, FederatedData, State, Tree
 from fedjax_nc.models import libdnnl
 from fedjax_nc.models.convolution import ConvFn
@@ -352,7 +353,8 @@ def _key_of(algorithm: Algorithm, data: FederatedData, choices: tuple[Choice, ..
     sizes = np.sort(np.asarray(data.size)).tolist()
     about = (
         device.platform, device.device_kind, jax.__version__, jaxlib.__version__, fedjax_nc.__version__,
-        libdnnl.version(),
+        libdnnl.version(), _machine.device(), os.environ.get('XLA_FLAGS'),
+        jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         _fingerprint.of_algorithm(algorithm), [(u.shape, str(u.dtype)) for u in jax.tree.leaves((state, data))],
         sizes, cohort, choices,
     )  # fmt: skip

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import re
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 
 import fedjax_nc
+from fedjax_nc._machine import device as device
 from fedjax_nc.models import libdnnl
 
 PACKAGES = ('fedjax_nc', 'jax', 'jaxlib', 'flax', 'optax', 'numpy')
@@ -87,16 +87,6 @@ def revision(folder: Path) -> str:
     except (OSError, subprocess.SubprocessError, ValueError):
         return ''
     return head + ('+' if same.returncode else '')
-
-
-def device() -> str:
-    """What computes: the accelerator, or the processor and its number of cores."""
-    if jax.default_backend() != 'cpu':
-        return jax.devices()[0].device_kind
-    about = Path('/proc/cpuinfo')
-    found = re.search(r'model name\s*: (.*)', about.read_text()) if about.exists() else None
-    name = found[1] if found else platform.processor() or 'unknown processor'
-    return f'{name}, {os.cpu_count()} cores'
 
 
 HIGH_WATER = Path('/proc/self/clear_refs'), Path('/proc/self/status')

@@ -15,6 +15,7 @@ that can invent them.
 """
 
 import hashlib
+import math
 import types
 from collections.abc import Callable
 from typing import Any, cast
@@ -182,7 +183,7 @@ def _agreed_settings(said: ConfigRecord, secure: Secure) -> None:
 
 def threshold(secure: Secure, sites: int) -> int:
     """How many of so many sites must stay to the end of a round: more than half, or the server could make two sums."""
-    return max(round(secure.threshold * sites), sites // 2 + 1, 2)
+    return max(math.ceil(secure.threshold * sites - 1e-9), sites // 2 + 1, 2)
 
 
 def size(entries: int) -> int:
