@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_nc import checks, devices, simulate, tree
+from fedjax_nc import _keys, checks, devices, simulate, tree
 from fedjax_nc.base import Algorithm, Array, FederatedData, State, Tree
 from fedjax_nc.data.host import Part
 from fedjax_nc.models.convolution import compiler_options
@@ -53,7 +53,8 @@ class Store:
         each = jax.vmap(algorithm.init_client, in_axes=(0, None))
         self._first = jax.jit(lambda ids: each(jax.vmap(lambda i: jax.random.fold_in(key, i))(ids), server))
         first = jax.eval_shape(self._first, jax.ShapeDtypeStruct((1,), jnp.int32))
-        (shapes, self._structure), self._names = jax.tree.flatten(first), tuple(tree.by_path(first))
+        (self._kinds, self._structure), self._names = jax.tree.flatten(first), tuple(tree.by_path(first))
+        shapes = jax.tree.leaves(jax.eval_shape(_keys.plain, first))  # random keys are kept as their numbers
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
         self._folder = None if folder is None else tempfile.TemporaryDirectory(dir=folder, prefix='clients-')
@@ -82,11 +83,20 @@ class Store:
         slots = self._slots[np.minimum(ids, self.num_clients - 1)]
         known = (slots >= 0) & (ids < self.num_clients)
         if known.all():
-            return jax.tree.unflatten(self._structure, [leaf[slots] for leaf in self._leaves])
-        rows = [np.array(u) for u in jax.tree.leaves(self._first(jnp.asarray(ids, jnp.int32)))]
+            return self._states([leaf[slots] for leaf in self._leaves])
+        rows = self._begun(jnp.asarray(ids, jnp.int32))
         for row, leaf in zip(rows, self._leaves, strict=True):
             row[known] = leaf[slots[known]]
-        return jax.tree.unflatten(self._structure, rows)
+        return self._states(rows)
+
+    def _states(self, rows: list[np.ndarray]) -> Tree:
+        """A tree of states from what is kept of them."""
+        pairs = zip(rows, self._kinds, strict=True)
+        return jax.tree.unflatten(self._structure, [_keys.again(u, k) if _keys.keyed(k) else u for u, k in pairs])
+
+    def _begun(self, ids: Array) -> list[np.ndarray]:
+        """What is kept of first states."""
+        return [np.array(u) for u in jax.tree.leaves(_keys.plain(self._first(ids)))]
 
     def put(self, ids: np.ndarray, states: Tree) -> None:
         """Stores the `states [M, ...]` of clients `ids [M]`, all different; those of K and beyond are dropped.
@@ -99,7 +109,7 @@ class Store:
         if ids.ndim != 1 or ids.dtype.kind not in 'iu' or not self._known(ids[ids < self.num_clients]):
             raise ValueError(f'ids must be different numbers of clients, from 0 on, not {checks.shown(ids)}')
         real, given = np.flatnonzero(ids < self.num_clients), len(ids)
-        ids, (leaves, structure) = ids[real], jax.tree.flatten(states)
+        ids, (leaves, structure) = ids[real], jax.tree.flatten(_keys.plain(states))
         shapes = [u.shape[1:] for u in self._leaves]
         if (structure, [u.shape[1:] for u in leaves]) != (self._structure, shapes):
             raise ValueError('these are not states of the algorithm that the store was made for')
@@ -143,7 +153,7 @@ class Store:
         }
 
     def _beginning(self) -> list[np.ndarray]:
-        return [np.array(u) for u in jax.tree.leaves(self._first(jnp.zeros(1, jnp.int32)))]
+        return self._begun(jnp.zeros(1, jnp.int32))
 
     def restore(self, contents: dict[str, np.ndarray]) -> None:
         """Forgets all states and takes over those of `contents`, as the method of that name returns them.
@@ -166,7 +176,7 @@ class Store:
                 'with the key that it was made with'
             )
         self._slots[:], self.seen = -1, 0
-        self.put(clients, jax.tree.unflatten(self._structure, leaves))
+        self.put(clients, self._states([u for u in leaves if u is not None]))
 
     def state(self, server: Tree) -> State:
         """`server` and the states of all clients in one tree [K, ...], as evaluation takes it; it has to fit."""

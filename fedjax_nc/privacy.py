@@ -120,13 +120,14 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
         message = jax.tree.map(lambda u: u[None], mean)
 
         def sent(slot: Array) -> Tree:
-            return algorithm.aggregate.partial(message, jnp.ones(1, jnp.float32), slot[None], cohort)
+            return algorithm.aggregate.partial(message, jnp.ones(1, jnp.float32), slot, cohort)
 
-        slots = jnp.arange(cohort)
+        slots = jnp.arange(cohort)[:, None]
+        first = sent(slots[0])
         if depends_on(jax.make_jaxpr(sent)(slots[0]).jaxpr, 0):  # each has a place of its own, as in a stack
-            total = jax.lax.fori_loop(1, cohort, lambda i, total: tree.add(total, sent(slots[i])), sent(slots[0]))
+            total = jax.lax.fori_loop(1, cohort, lambda i, total: tree.add(total, sent(slots[i])), first)
         else:  # the same of all: in a large cohort the sum would lose digits, and take long
-            total = jax.tree.map(lambda u: u * jnp.asarray(cohort, u.dtype), sent(slots[0]))
+            total = jax.tree.map(lambda u: u * jnp.asarray(cohort, u.dtype), first)
         value = algorithm.aggregate.finish(total)
 
         def step(examples: Array) -> Tree:

@@ -76,7 +76,7 @@ def run(
 
     Args:
       algorithm: what to train.
-      key: key of the whole run.
+      key: key of this run, and best of nothing else: a second call with it has the same cohorts and batches again.
       state: from `simulate.init`, `simulate.join` or `population.init`, which keeps client states off the devices.
       data: the clients; `data.HostData` stay off the devices, and each round's examples travel while the one before is
         computed.

@@ -151,7 +151,7 @@ def krum(rows, byzantine, select):
     for i in range(n):
         others = sorted(((flat[i] - flat[j]) ** 2).sum() for j in range(n) if j != i)
         scores.append(sum(others[: max(n - byzantine - 2, 1)]))
-    best = np.argsort(scores, kind='stable')[:select]
+    best = np.argsort(scores, kind='stable')[: min(select, max(n - byzantine, 1))]
     return {name: u[best].mean(0) for name, u in rows.items()}
 
 
@@ -175,6 +175,17 @@ def test_krum_counts_all_neighbours_but_the_byzantine_ones(byzantine, want):
     u = np.array([-0.01, 0.0, 0.01, 10.0, 10.3, 10.6, 10.95], np.float32)
     got = fold(aggregators.stacked(aggregators.krum(byzantine)), {'a': u}, np.ones(7, np.float32), 7)
     np.testing.assert_allclose(got['a'], want)
+
+
+@pytest.mark.parametrize('attack', [1e30, np.nan])
+@pytest.mark.parametrize('live', [2, 5])
+def test_krum_never_takes_as_many_as_there_are_where_some_may_lie(live, attack):
+    u = np.linspace(0, 1, 5).astype(np.float32)
+    u[0] = attack
+    reduce = aggregators.stacked(aggregators.krum(1, 9))
+    got = fold(reduce, {'a': u}, (np.arange(5) < live).astype(np.float32), 5)['a']
+    if live > 2 or np.isnan(attack):  # of two finite ones nobody knows which
+        np.testing.assert_allclose(got, u[1:live].mean())
 
 
 ROBUST = {

@@ -178,6 +178,27 @@ def test_what_a_function_takes_from_its_module_counts(monkeypatch):
     assert of_algorithm(lambda x: helper(x)) != before
 
 
+def test_what_a_function_takes_from_a_module_of_the_users_counts(monkeypatch):
+    """As does what that takes from another; what none of them names does not."""
+    inner, outer = types.ModuleType('inner_of_mine'), types.ModuleType('outer_of_mine')
+    exec('def weigh(x):\n    return FACTOR * x\nFACTOR = 1.0\nOTHER = 1.0', vars(inner))
+    outer.inner, inner.outer = inner, outer  # a cycle, as in packages
+    monkeypatch.setitem(globals(), 'outer_of_mine', outer)
+
+    def found():
+        return of_algorithm(lambda x: outer_of_mine.inner.weigh(x))  # noqa: F821
+
+    before = found()
+    inner.OTHER = 2.0
+    assert found() == before
+    inner.FACTOR = 2.0
+    assert found() != before
+    inner.FACTOR = 1.0
+    assert found() == before
+    inner.weigh = lambda x: x
+    assert found() != before
+
+
 def test_algorithms_are_told_apart_and_made_again_are_the_same():
     found = {name: of_algorithm(algorithm) for name, algorithm in ALGORITHMS.items()}
     assert len(set(found.values())) == len(found)

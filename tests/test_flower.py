@@ -286,6 +286,17 @@ class TestSecure:
             assert np.std(u) == pytest.approx(8.0 * 0.5 / 5, rel=0.2)
         assert np.abs(np.corrcoef(noise) - np.eye(3)).max() < 0.3
 
+    def test_a_threshold_is_not_rounded_down(self):
+        for share, there, least in [
+            (2 / 3, 5, 4),
+            (2 / 3, 8, 6),
+            (2 / 3, 9, 6),
+            (0.9, 5, 5),
+            (0.75, 3, 3),
+            (0.6, 5, 3),
+        ]:
+            assert _secure.threshold(flower.Secure(threshold=share), there) == least
+
     @pytest.mark.parametrize('sites', range(2, 12))
     @pytest.mark.parametrize('threshold', [0.51, 0.6, 2 / 3, 1.0])
     def test_two_sums_of_one_round_cannot_both_have_enough_sites(self, sites, threshold):

@@ -187,3 +187,26 @@ def test_another_population_is_refused(data, round):
     for said, arguments in wrong.items():
         with pytest.raises(ValueError, match=said):
             population.init(*arguments)
+
+
+def test_random_keys_are_kept_too(data, tmp_path):
+    def init_client(key, server):
+        return kept.init_client(key, server), key
+
+    def client(key, server, client, shard):
+        inner, message, info = kept.client(client[1], server, client[0], shard)
+        return (inner, jax.random.fold_in(client[1], 1)), message, info
+
+    own = kept._replace(init_client=init_client, client=client)
+    want, run = simulate.init(own, toys.KEY, data), jax.jit(simulate.make_round(own, cohort=3, chunk=2))
+    for t in range(2):
+        want, _ = run(jax.random.fold_in(toys.KEY, t), want, data)
+    state, _ = play(population.make_round(own, cohort=3, chunk=2), population.init(own, toys.KEY, data), data, range(2))
+    found = state.clients.state(state.server)
+    toys.same(want.clients[0], found.clients[0], atol=1e-6)
+    np.testing.assert_array_equal(*(jax.random.key_data(s.clients[1]) for s in (want, found)))
+    again = population.init(own, toys.KEY, data).clients
+    again.restore(state.clients.contents())
+    np.testing.assert_array_equal(
+        *(jax.random.key_data(store.take(np.arange(8))[1]) for store in (again, state.clients))
+    )

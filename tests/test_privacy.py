@@ -53,7 +53,7 @@ from fedjax_nc.algorithms import (
     scaffold,
     solo,
 )  # fmt: skip
-from fedjax_nc.base import Aggregate
+from fedjax_nc.base import Aggregate, Model
 from fedjax_nc.data import federate
 
 CLIP, COHORT = 0.5, 5
@@ -283,6 +283,97 @@ def test_a_message_too_long_to_be_measured_is_dropped_and_its_client_broken(data
     assert bool(report.finite)
 
 
+def moved(algorithm, state, key=toys.KEY):
+    """What the server adds to the model in a round in which nobody sends anything."""
+    zero = fedavg.Message(jax.tree.map(jnp.zeros_like, state.server.variables.params), ())
+    after = algorithm.server(key, state.server, Aggregate(zero, jnp.float32(0), jnp.float32(0)))
+    pairs = zip(leaves(after.variables.params), leaves(state.server.variables.params), strict=True)
+    return after, np.concatenate([(new - old).ravel() for new, old in pairs])
+
+
+def test_one_key_gives_other_noise_in_other_rounds_and_under_another_clip_or_multiplier(start):
+    """Or the difference of two models that are published would be without any."""
+
+    def drawn(state=start, **how):
+        algorithm = privacy.private(plain, **{'clip': 1.0, 'noise_multiplier': 1.0, 'cohort': 4, **how})
+        return moved(algorithm, state)
+
+    after, first = drawn()
+    np.testing.assert_array_equal(drawn()[1], first)
+    later = start._replace(server=start.server._replace(round=after.round))
+    others = [drawn(later)[1], drawn(clip=2.0)[1] / 2, drawn(noise_multiplier=3.0)[1] / 3]
+    assert np.abs(np.corrcoef([first, *others]) - np.eye(4)).max() < 0.3
+    np.testing.assert_allclose([u.std() for u in (first, *others)], 1 / 4, rtol=0.2)
+
+
+def test_noise_is_not_what_first_parameters_are_drawn_from():
+    """Even if the run has the key of the first state: children of a key by number are those of `split`."""
+    key = jax.random.key(3)
+    drawn = jax.random.normal(jax.random.split(jax.random.split(key, 3)[2])[0], (64,))
+    body = Model(init=lambda key, x: ({'u': drawn}, ()), features=lambda params, stats, x, mask, key: (x, stats))
+    inner = fedavg.algorithm(objective.objective(body, heads.linear(), losses.cross_entropy), toys.opt, plan=PLAN)
+    state = simulate.init(inner, key, toys.ragged([20, 20]))
+    noisy = privacy.private(inner, clip=1.0, noise_multiplier=1.0, cohort=1)
+    _, noise = moved(noisy, state, jax.random.split(key, 3)[2])
+    for leaf in leaves(state.server.variables.params['body']):
+        assert abs(np.corrcoef(leaf, noise[: leaf.size])[0, 1]) < 0.5
+
+
+def test_a_client_whose_state_or_loss_breaks_sends_nothing_and_keeps_what_it_had(data):
+    """Of Ditto with a personal rate beyond all measure."""
+    steep = ditto.algorithm(toys.task, toys.opt, plan=PLAN, personal_opt=local.sgd(1e20, 0, 0), clip=None)
+    algorithm = privacy.private(steep, clip=1.0, noise_multiplier=0.0, cohort=8)
+    state = simulate.init(algorithm, toys.KEY, data)
+    after, report = jax.jit(simulate.make_round(algorithm))(toys.KEY, state, data)
+    broken = np.asarray(report.ids)[np.asarray(report.broken)]
+    assert len(broken) >= 4
+    for old, new in zip(leaves(state.clients), leaves(after.clients), strict=True):
+        assert np.isfinite(new).all()
+        np.testing.assert_array_equal(new[broken], old[broken])
+    alone = privacy.private(EXACT['ditto'](), clip=1.0, noise_multiplier=0.0, cohort=8)
+    there = jnp.asarray([k for k in range(8) if k not in broken] + [8] * len(broken))
+    want, _ = jax.jit(simulate.make_round(alone))(toys.KEY, simulate.init(alone, toys.KEY, data), data, there)
+    toys.same(after.server.variables.params, want.server.variables.params, atol=1e-6)
+
+
+def test_whole_numbers_in_messages_are_refused(data):
+    def client(key, server, client, shard):
+        new, message, info = plain.client(key, server, client, shard)
+        return new, (message, jax.random.bits(key)), info
+
+    algorithm = privacy.private(plain._replace(client=client), clip=1.0, noise_multiplier=0.0, cohort=8)
+    state = simulate.init(plain, toys.KEY, data)
+    with pytest.raises(ValueError, match='hold whole numbers'):
+        jax.eval_shape(simulate.make_round(algorithm), toys.KEY, state, data)
+
+
+def test_a_server_may_keep_its_model_as_it_likes(data):
+    own = plain._replace(
+        init=lambda key, data: {'model': plain.init(key, data)},
+        client=lambda key, server, *given: plain.client(key, server['model'], *given),
+        server=lambda key, server, aggregate: {'model': plain.server(key, server['model'], aggregate)},
+        init_client=lambda key, server: plain.init_client(key, server['model']),
+    )
+    ends = []
+    for inner in (own, plain):
+        algorithm = privacy.private(inner, clip=1.0, noise_multiplier=0.0, cohort=8)
+        state = simulate.init(algorithm, toys.KEY, data)
+        ends.append(jax.jit(simulate.make_round(algorithm))(toys.KEY, state, data)[0].server)
+    toys.same(ends[0]['model'].variables, ends[1].variables)
+    noisy = fedavg.algorithm(toys.noisy_task, toys.opt, plan=PLAN)
+    kept = own._replace(init=lambda key, data: {'model': noisy.init(key, data)})
+    with pytest.raises(ValueError, match='GroupNorm'):
+        simulate.init(privacy.private(kept, clip=1.0, noise_multiplier=0.0, cohort=8), toys.KEY, data)
+
+
+def test_the_mean_of_a_large_cohort_loses_no_digits(start):
+    delta = jax.tree.map(lambda u: jnp.full_like(u, 0.1 * 20_000), start.server.variables.params)
+    algorithm = privacy.private(plain, clip=1.0, noise_multiplier=0.0, cohort=20_000)
+    after = algorithm.server(toys.KEY, start.server, Aggregate(fedavg.Message(delta, ()), 0.0, 0.0))
+    for new, old in zip(leaves(after.variables.params), leaves(start.server.variables.params), strict=True):
+        np.testing.assert_allclose(new - old, 0.1, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize('drawn', [2, 8])
 def test_a_cohort_of_another_size_than_the_denominator_is_refused(data, drawn):
     algorithm = privacy.private(plain, clip=1.0, noise_multiplier=1.0, cohort=4)
@@ -371,6 +462,9 @@ class TestEpsilon:
         given = np.float16(1.5), np.float32(0.25), np.int64(100), np.float16(2.0**-16)
         assert privacy.epsilon(*given, sampling=sampling) == want > 1
         assert privacy.epsilon(np.int8(20), 0.25, 100, 1e-5) == privacy.epsilon(20.0, 0.25, 100, 1e-5) > 0
+
+    def test_the_smallest_rates_lose_something(self):
+        assert 0 < privacy.epsilon(1.0, 4e-10, 10**6, 1e-12) <= privacy.epsilon(1.0, 1.4e-9, 10**6, 1e-12)
 
     @pytest.mark.parametrize('z', [1e20, 1e-200])
     def test_noise_beyond_all_measure_is_refused(self, z):
