@@ -169,6 +169,20 @@ def test_krum_takes_the_messages_with_the_closest_neighbours(byzantine, select, 
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6)
 
 
+def test_krum_looks_at_all_of_a_message():
+    rows = {'a': np.float32([0.0, 0.1, 0.2, 0.3, 0.14]), 'b': np.float32([[0.0], [0.1], [0.2], [0.3], [50.0]])}
+    got = fold(aggregators.stacked(aggregators.krum(1)), rows, np.ones(5, np.float32), 5)
+    assert got['b'][0] <= np.float32(0.2)
+
+
+def test_half_precision_is_averaged_in_float32():
+    u = jnp.asarray(np.random.default_rng(2).normal(size=(9, 4)), jnp.bfloat16)
+    weights = np.arange(1, 10).astype(np.float32)
+    got = fold(aggregators.mean, {'a': u}, weights, 3)['a']
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.average(np.asarray(u, np.float64), axis=0, weights=weights), atol=1e-6)
+
+
 @pytest.mark.parametrize(('byzantine', 'want'), [(3, 0.0), (2, 10.6)])
 def test_krum_counts_all_neighbours_but_the_byzantine_ones(byzantine, want):
     """Of a tight group of three and a loose one of four, two neighbours favour the first and three the second."""

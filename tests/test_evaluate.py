@@ -52,6 +52,8 @@ def test_means_of_measures_equal_numpy_for_any_batch_size(data, monkeypatch):
     found = evaluate.mean(stage, state, losses.cross_entropy, np.asarray(data.x), y)
     np.testing.assert_allclose(found, loss.mean(), rtol=1e-5)
     np.testing.assert_array_equal(evaluate.generic(stage, state, np.asarray(data.x), y, toys.CLASSES), table)
+    z = [evaluate.features(toys.task, state.server.variables, x) for x in (np.asarray(data.x), data.x)]
+    np.testing.assert_allclose(*z, atol=1e-6)
 
 
 def test_the_first_classes_are_those_of_argmax():

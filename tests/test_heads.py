@@ -41,6 +41,14 @@ def test_normalize_works_in_float32():
     assert heads.normalize(jnp.asarray(Z, jnp.bfloat16)).dtype == jnp.float32
 
 
+def test_products_of_half_precision_are_in_float32():
+    z, w = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((5, 64), (64, 3)))
+    half = jnp.asarray(z, jnp.bfloat16)
+    got = heads.product(half, jnp.asarray(w))
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.asarray(half, np.float64) @ w, atol=1e-5)
+
+
 def test_linear_head():
     params, fixed = heads.linear().init(KEY, 8, 5)
     assert not fixed

@@ -1,3 +1,4 @@
+import functools
 import warnings
 
 import jax
@@ -98,9 +99,21 @@ def test_one_class_client_has_finite_loss_and_gradient(absent):
     assert np.isfinite(g).all()
 
 
-def test_half_precision_logits_are_summed_in_float32():
-    out = losses.balanced_softmax(jnp.asarray(LOGITS, jnp.bfloat16), LABELS, COUNTS)
+@pytest.mark.parametrize(
+    'loss',
+    [
+        losses.balanced_softmax,
+        losses.restricted_softmax,
+        functools.partial(losses.restricted_softmax, alpha=0.3, soft=True),
+        losses.dot_regression,
+        losses.positive,
+    ],
+)
+def test_half_precision_logits_are_summed_in_float32(loss):
+    half = jnp.asarray(LOGITS, jnp.bfloat16)
+    out = loss(half, LABELS, COUNTS)
     assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, loss(half.astype(jnp.float32), LABELS, COUNTS), rtol=1e-6)
 
 
 def test_dot_regression_sees_the_true_class_only():

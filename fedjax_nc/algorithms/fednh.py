@@ -67,7 +67,7 @@ def algorithm(
       learn_scale: whether the scale is learned and averaged.
       init: how prototypes are spread at first, `(key, D, C) -> [D, C]`; as far as they can be, in the paper.
       weigh: what a client's class mean counts: 'counts', its number of examples; 'holders', the same for all who hold
-        the class; 'agreement', `exp(<W_c, u_kc>)`, the adaptive weights of the released code.
+        the class; 'agreement', `exp(<W_c, u_kc>)` with u_kc at length one, the adaptive weights of the released code.
       unit_means: whether class means are normalised before and after they are averaged, as the released code does; the
         paper's equations normalise only the moved prototype, so that steps are shorter.
       unit_features: whether means are of normalised features. FedETF's comparison took raw ones, with 'holders'.

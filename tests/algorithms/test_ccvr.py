@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toys
 
@@ -184,6 +185,8 @@ def test_samples_of_singular_covariances_are_finite():
     assert x[y == 0].std() > 0.5
     wide, y = drawn(gaussians.Gaussians(jnp.ones(2), jnp.ones((2, 64)), cov), 500, ridge=4.0)
     np.testing.assert_allclose(wide[y == 1].std(), 2.0, atol=0.05)
+    apart, _ = drawn(gaussians.Gaussians(jnp.ones(2), jnp.ones((2, 64)), jnp.zeros((2, 64))), 500, ridge=4.0)
+    np.testing.assert_allclose(apart.std(), 2.0, atol=0.05)
 
 
 def test_classes_are_drawn_on_their_own():
@@ -195,6 +198,8 @@ def test_classes_are_drawn_on_their_own():
     other, labels = drawn(g._replace(count=g.count.at[1].set(3.0)), 6)
     np.testing.assert_array_equal(other[labels == 2], x[y == 2])
     assert np.abs(drawn(g, 6, key=jax.random.key(1))[0] - x).max() > 0.1
+    x, y = drawn(tree.take(g, jnp.array([2, 2])), 6)  # classes alike, and not their noise
+    assert np.abs(x[y == 0] - x[y == 1]).min() > 0
 
 
 @pytest.mark.parametrize('counts', [[5, 0, 70, 2], [1, 1, 1, 1], [0, 0, 9, 0], [50, 31, 18, 1], [0, 0, 0, 0]])
@@ -247,6 +252,24 @@ def test_refit_is_gradient_descent_from_where_the_head_stands(ragged):
 
 
 # The whole stage
+
+
+@pytest.mark.parametrize(('kind', 'axes'), [('full', 3), ('diag', 2), ('tied', 3)])
+def test_options_reach_what_they_are_for(ragged, monkeypatch, kind, axes):
+    seen, sample = {}, gaussians.sample
+
+    def watched(key, classes, samples, **options):
+        seen.update(options, samples=samples, axes=classes.cov.ndim)
+        return sample(key, classes, samples, **options)
+
+    monkeypatch.setattr(gaussians, 'sample', watched)
+    stage = ccvr.calibrate(
+        linear, samples=7, covariance=kind, proportional=True, ridge=4.0, plan=SHORT, opt=optax.sgd(0.0)
+    )
+    state = simulate.init(stage, toys.KEY, ragged)
+    after, _ = simulate.make_round(stage)(toys.KEY, state, ragged)
+    assert seen == {'samples': 7, 'proportional': True, 'ridge': 4.0, 'axes': axes}
+    toys.same(after.server, state.server)  # at a rate of nothing
 
 
 TASKS = {
@@ -391,11 +414,13 @@ def test_the_oracle_takes_a_share_of_every_class(biased, monkeypatch):
     seen = []
     inner = ccvr.refit
     monkeypatch.setattr(ccvr, 'refit', lambda *args, **kwargs: seen.append(args[3]) or inner(*args, **kwargs))
-    for fraction in (1.0, 0.1, 1e-6):
-        after = ccvr.oracle(toys.KEY, linear, server, train, transform=ccvr.tukey(1.0), fraction=fraction, plan=SHORT)
+    for key, fraction in [(toys.KEY, 1.0), (toys.KEY, 0.1), (toys.KEY, 1e-6), (jax.random.key(1), 0.1)]:
+        after = ccvr.oracle(key, linear, server, train, transform=ccvr.tukey(1.0), fraction=fraction, plan=SHORT)
         toys.same(after._replace(variables=None), server._replace(variables=None))
     held = np.bincount(train.y, minlength=C)
-    for shard, want in zip(seen, (held, [max(1, round(0.1 * int(n))) for n in held], np.ones(C)), strict=True):
+    again, other = (np.asarray(seen[i].x) for i in (1, 3))
+    assert not np.array_equal(again, other)
+    for shard, want in zip(seen[:3], (held, [max(1, round(0.1 * int(n))) for n in held], np.ones(C)), strict=True):
         np.testing.assert_array_equal(shard.counts, want)
         np.testing.assert_array_equal(np.bincount(shard.y, minlength=C), want)
         pool = {tuple(u) for u in np.maximum(np.asarray(train.x), 0).tolist()}

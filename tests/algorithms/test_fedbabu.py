@@ -61,3 +61,11 @@ def test_every_client_tunes_everything_at_the_rate_of_the_next_round(data, state
 def test_local_models_must_have_been_kept(data):
     with pytest.raises(ValueError, match=r'latest\.keep'):
         fedbabu.from_latest(simulate.init(fedbabu.algorithm(hand.task, hand.opt), toys.KEY, data))
+
+
+def test_the_head_alone_may_be_tuned(data, states):
+    stage = fedbabu.personalize(hand.task, hand.opt, plan=hand.PLAN, parts=('head',))
+    trained = states[2].server
+    mine, _, _ = jax.jit(stage.client)(toys.KEY, trained, stage.init_client(toys.KEY, trained), data.shard(3))
+    toys.same(mine.params['body'], trained.variables.params['body'])
+    assert np.abs(mine.params['head']['w'] - trained.variables.params['head']['w']).max() > 1e-3

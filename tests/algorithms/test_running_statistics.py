@@ -136,6 +136,8 @@ def test_dittos_personal_model_has_statistics_of_its_own(population):
     key = jax.random.fold_in(toys.KEY, toys.PLAN.epochs)
     want = jax.jit(alone.client)(key, server, server.variables, population.shard(4))[0]
     toys.same(mine.personal, want, atol=1e-6)
+    moved = zip(*(jax.tree.leaves(v.stats) for v in (mine.personal, start.personal)), strict=True)
+    assert all(np.abs(new - old).max() > 1e-3 for new, old in moved)
     x = population.x[:9]
     z, _ = task.features(want, Batch(x))
     np.testing.assert_allclose(algorithm.predict(server, mine, x), task.logits(want, z), atol=1e-5)
