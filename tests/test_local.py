@@ -323,6 +323,27 @@ def test_sweep_keeps_index_order_and_zeroes_padding(data):
     np.testing.assert_array_equal(out[33:], 0)
 
 
+def test_batches_have_keys_of_their_own(data):
+    """In each step of each epoch, and in a sweep."""
+
+    def noisy(params, stats, batch):
+        count, draws = stats
+        return params * 0.0, (count + 1, draws.at[count].set(jax.random.uniform(batch.key)))
+
+    shard = data.shard(0)
+    start = jnp.int32(0), jnp.zeros(20)
+    out = local.local_sgd(toys.KEY, noisy, jnp.float32(1), start, toys.opt(0), shard, local.Plan(16, 2))
+    steps = int(out.stats[0])
+    assert steps == 2 * 7
+    assert len(np.unique(out.stats[1][:steps])) == steps
+
+    def drawn(batch):
+        return jnp.zeros((8, 1)) if batch.key is None else jax.random.uniform(batch.key, (8, 1))
+
+    swept = local.sweep(drawn, shard, 8, toys.KEY)[:100]
+    assert len(np.unique(swept)) == 100
+
+
 def test_sizes_do_not_recompile(data, start):
     fn = jax.jit(chex.assert_max_traces(lambda k: train(toys.KEY, start, data.shard(k)), n=1))
     for k in range(9):

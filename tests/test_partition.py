@@ -67,21 +67,121 @@ def test_labels_without_some_class_in_between():
         assert_covers(function(labels, 5, 1.0, seed=0), 300)
 
 
-def test_dirichlet_follows_the_recipe():
-    """A second, plain writing of the recipe on the same stream of numbers."""
-    labels = np.repeat(np.arange(5), 101)
-    rng = np.random.default_rng((2, 0))
-    want: list[list[int]] = [[] for _ in range(6)]
+FIVE = np.repeat(np.arange(5), 101)
+
+
+def same_parts(got, want):
+    assert [sorted(rows.tolist()) for rows in got] == [sorted(rows) for rows in want]
+
+
+def drawn(rng, alpha=0.5):
+    """The recipe of `dirichlet` for six clients, written plainly on the same stream of numbers."""
+    parts: list[list[int]] = [[] for _ in range(6)]
     for c in range(5):
-        rows = rng.permutation(np.flatnonzero(labels == c))
-        counts = [round(q * 101) for q in rng.dirichlet([0.5] * 6)]  # Python's round is half-even too
+        rows = rng.permutation(np.flatnonzero(c == FIVE))
+        counts = [round(q * 101) for q in rng.dirichlet([alpha] * 6)]  # Python's round is half-even too
         start = 0
         for k in range(6):
             stop = 101 if k == 5 else start + counts[k]
-            want[k] += rows[start:stop].tolist()
+            parts[k] += rows[start:stop].tolist()
             start = stop
-    got = partition.dirichlet(labels, 6, 0.5, seed=2, min_size=0)
-    assert [sorted(rows.tolist()) for rows in got] == [sorted(rows) for rows in want]
+    return parts
+
+
+def test_dirichlet_follows_the_recipe():
+    same_parts(partition.dirichlet(FIVE, 6, 0.5, seed=2, min_size=0), drawn(np.random.default_rng((2, 0))))
+
+
+def test_a_draw_that_leaves_clients_too_small_is_drawn_again():
+    draws = (tuple(drawn(np.random.default_rng((seed, t))) for t in (0, 1)) for seed in range(200))
+    least = 25
+    seed, again = next((s, b) for s, (a, b) in enumerate(draws) if min(map(len, a)) < least <= min(map(len, b)))
+    same_parts(partition.dirichlet(FIVE, 6, 0.5, seed=seed, min_size=least), again)
+
+
+def capped(rng, held, amount=101):
+    """How many of a class each of six clients gets: nothing where it holds its share of all."""
+    takers = [k for k in range(6) if held[k] * 6 < len(FIVE)]
+    ends = np.floor(rng.dirichlet([0.5] * len(takers)).cumsum() * amount).astype(int).tolist()
+    ends[-1] = amount
+    counts = [0] * 6
+    for k, start, stop in zip(takers, [0, *ends], ends, strict=False):
+        counts[k] = stop - start
+    return counts
+
+
+def cut(rows, counts):
+    return [part.tolist() for part in np.split(rows, np.cumsum(counts)[:-1])]
+
+
+def test_the_capped_kinds_follow_their_recipes():
+    """The second swaps, from the third class on, what clients of one class would have got with the last ones."""
+    swapped = 0
+    for seed in range(4):
+        rng, parts = np.random.default_rng((seed, 0)), [[] for _ in range(6)]
+        for c in range(5):
+            rows = rng.permutation(np.flatnonzero(c == FIVE))
+            for part, more in zip(parts, cut(rows, capped(rng, [len(p) for p in parts])), strict=True):
+                part += more
+        same_parts(partition.dirichlet_capped(FIVE, 6, 0.5, seed=seed, min_size=0), parts)
+
+        for attempt in range(100):
+            rng, parts = np.random.default_rng((seed, attempt)), [[] for _ in range(6)]
+            kinds = [0] * 6
+            for c in range(5):
+                rows = rng.permutation(np.flatnonzero(c == FIVE))
+                counts = capped(rng, [len(p) for p in parts])
+                poor = [k for k in range(6) if kinds[k] < 2] if c > 1 else []
+                for m, k in enumerate(poor):
+                    counts[k], counts[5 - m] = counts[5 - m], counts[k]
+                    swapped += counts[k] != counts[5 - m]
+                for k, more in enumerate(cut(rows, counts)):
+                    parts[k] += more
+                    kinds[k] += bool(more)
+            if min(map(len, parts)) >= 10 and min(kinds) >= 2:
+                break
+        same_parts(partition.dirichlet_multiclass(FIVE, 6, 0.5, seed=seed), parts)
+    assert swapped
+
+
+def test_who_holds_its_share_gets_nothing_more():
+    """A class each for two clients, however the proportions fall."""
+    labels = np.repeat([0, 1], 50)
+    for seed in range(8):
+        parts = partition.dirichlet_capped(labels, 2, 1e-5, seed=seed, min_size=0)
+        assert sizes(parts).tolist() == [50, 50]
+
+
+def dealt(rng, holders):
+    """The examples of each class in turns to those who hold it, of whom a random one begins."""
+    parts = [[] for _ in range(6)]
+    for c in range(5):
+        rows = rng.permutation(np.flatnonzero(c == FIVE)).tolist()
+        order = rng.permutation([k for k in range(6) if c in holders[k]]).tolist()
+        for i, row in enumerate(rows):
+            parts[order[i % len(order)]].append(row)
+    return parts
+
+
+def test_shards_and_uneven_classes_follow_their_recipes():
+    labels = FIVE
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        row = np.concatenate([rng.permutation(5) for _ in range(6)]).tolist()
+        same_parts(partition.shards(labels, 6, 1, seed=seed), dealt(rng, [row[k : k + 1] for k in range(6)]))
+
+        rng, taken = np.random.default_rng(seed), [0] * 5
+        numbers, holders = rng.integers(1, 4, 6), [[]] * 6
+        for k in rng.permutation(6):
+            order = sorted(rng.permutation(5).tolist(), key=lambda c: taken[c])
+            holders[k] = order[: numbers[k]]
+            taken = [n + (c in holders[k]) for c, n in enumerate(taken)]
+        same_parts(partition.uneven_classes(labels, 6, (1, 3), seed=seed), dealt(rng, holders))
+
+
+def test_clients_of_shards_have_other_pairs_of_classes_in_each_turn():
+    parts = partition.shards(BALANCED, 50, 2, seed=0)
+    assert len({tuple(np.unique(BALANCED[rows])) for rows in parts}) > 10
 
 
 def test_minimum_zero_allows_empty_clients():
@@ -316,6 +416,13 @@ def test_no_class_is_left_over_however_few_are_held(clients, numbers):
         parts = partition.uneven_classes(BALANCED[::50], clients, numbers, seed=seed)
         assert_covers(parts, 1000)
         assert numbers[0] <= classes(parts, BALANCED[::50]).min() <= classes(parts, BALANCED[::50]).max() <= numbers[1]
+
+
+def test_clients_of_a_domain_share_it_at_random():
+    domains = np.repeat(['a', 'b'], 60)
+    parts = partition.by_domain(domains, 4, seed=0)
+    stripes = partition.natural(domains)[0][::2]
+    assert sorted(parts[0].tolist()) != stripes.tolist()
 
 
 def test_a_client_has_one_domain():

@@ -21,6 +21,20 @@ def test_cohorts_are_drawn_uniformly_without_replacement():
     np.testing.assert_allclose(np.bincount(drawn.ravel(), minlength=8) / drawn.size, 1 / 8, atol=0.01)
 
 
+def test_the_loss_of_a_round_is_that_of_all_examples(data):
+    state = simulate.init(algorithm, toys.KEY, data)
+    report = jax.jit(simulate.make_round(algorithm, chunk=3))(toys.KEY, state, data)[1]
+    info = report.info
+    np.testing.assert_allclose(report.loss, np.average(info.loss, weights=info.examples), rtol=1e-6)
+    assert abs(report.loss - np.mean(info.loss[:8])) > 0.01
+
+
+def test_the_last_of_a_large_population_is_drawn_as_often():
+    keys = jax.random.split(toys.KEY, 100_000)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda k: simulate.choose(k, 4097, 1)))(keys)).ravel()
+    assert np.bincount(drawn, minlength=4097)[[0, 4096]].min() > 8  # of 24
+
+
 def test_cohorts_of_a_large_population_are_drawn_uniformly():
     keys = jax.random.split(toys.KEY, 1000)
     drawn = np.asarray(jax.jit(jax.vmap(lambda k: simulate.choose(k, 5000, 600)))(keys))

@@ -20,6 +20,7 @@ from fedjax_nc.algorithms import fedavg, fedetf
 LR, MOMENTUM, DECAY, EPOCHS = 0.1, 0.9, 0.01, 3
 PLAN = local.Plan(batch_size=1000, epochs=EPOCHS)
 opt = local.sgd(LR, MOMENTUM, DECAY)
+FADE = 0.9  # a round, in stages, which have the rates of the round after training
 
 
 def gradients(p, x, y, prior):
@@ -103,28 +104,32 @@ def tuned_by(stage, data, server):
 
 @pytest.mark.parametrize('released', [False, True])
 def test_adapt_features(data, trained, released):
-    got, _, _ = tuned_by(fedetf.adapt_features(toys.scaling, opt, plan=PLAN, released=released), data, trained)
+    fading = local.sgd(LR, MOMENTUM, DECAY, decay=FADE)
+    got, _, _ = tuned_by(fedetf.adapt_features(toys.scaling, fading, plan=PLAN, released=released), data, trained)
     start = flat(trained.variables)
     for k in (0, 3, 5, 7):
         moving = ('u', 'w', 'b', 'beta') if released else ('u', 'beta')
         shift = prior(data, k, 1.0, 'floor') if released else 0.0
-        close(got[k], descend(start, moving, *toys.examples(data, k), shift))
+        close(got[k], descend(start, moving, *toys.examples(data, k), shift, lr=LR * FADE**5))
 
 
 @pytest.mark.parametrize('tune_scale', [True, False])
 def test_alternate(data, trained, tune_scale):
-    stage = fedetf.alternate(toys.scaling, cycles=2, turn=PLAN, tune_scale=tune_scale)
-    got, report, _ = tuned_by(stage, data, trained)
+    rates = {'frame_opt': local.sgd(0.1, 0.0, 0.0, decay=FADE), 'proj_opt': local.sgd(0.05, decay=FADE)}
+    stages = (fedetf.alternate(toys.scaling, cycles=n, turn=PLAN, tune_scale=tune_scale, **rates) for n in (1, 2))
+    (_, once, _), (got, report, _) = (tuned_by(stage, data, trained) for stage in stages)
     scale = ('beta',) if tune_scale else ()
     for k in (0, 3, 5, 7):
         want = flat(trained.variables)
         for _ in range(2):
-            want = descend(want, ('v', *scale), *toys.examples(data, k), 0.0, lr=0.1, momentum=0.0, decay=0.0)
-            want = descend(want, ('w', 'b', *scale), *toys.examples(data, k), 0.0, lr=0.05, decay=5e-4)
+            own, fall = toys.examples(data, k), FADE**5
+            want = descend(want, ('v', *scale), *own, 0.0, lr=0.1 * fall, momentum=0.0, decay=0.0)
+            want = descend(want, ('w', 'b', *scale), *own, 0.0, lr=0.05 * fall, decay=5e-4)
         close(got[k], want, atol=2e-5)
         np.testing.assert_array_equal(got[k]['u'], flat(trained.variables)['u'])
     order = np.asarray(report.ids)[:8]
     np.testing.assert_array_equal(report.info.examples[:8], 2 * 2 * 3 * np.asarray(data.size)[order])
+    assert (report.info.loss[:8] < once.info.loss[:8]).all()  # that of the last turn
 
 
 def test_alternate_tells_each_loop_of_a_plan_with_tails(data, trained):
@@ -146,7 +151,9 @@ def test_alternate_tells_each_loop_of_a_plan_with_tails(data, trained):
 def test_personalize_is_one_stage_after_the_other(data, trained, options, first, scale):
     plan = local.Plan(1000, 2)
     stage = fedetf.personalize(toys.scaling, opt, plan=plan, cycles=1, turn=PLAN, **options)
-    both, _, after = tuned_by(stage, data, trained)
+    both, report, after = tuned_by(stage, data, trained)
+    sizes = np.asarray(data.size)[np.asarray(report.ids)[:8]]
+    np.testing.assert_array_equal(report.info.examples[:8], (2 + 2 * EPOCHS) * sizes)
     start = flat(trained.variables)
     for k in (0, 4):
         shift = prior(data, k, 1.0, 'floor') if 'released' in options else 0.0
