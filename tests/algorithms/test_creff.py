@@ -23,7 +23,7 @@ M, STEPS, MATCH_LR, HEAD_EPOCHS, HEAD_LR = 6, 5, 0.5, 7, 0.2
 algorithm = latest.keep(
     creff.algorithm(
         toys.scaling, hand.opt, samples=M, match_steps=STEPS, match_lr=MATCH_LR, draw=1000, repeats=2, plan=hand.PLAN,
-        retrain=local.Plan(1000, HEAD_EPOCHS), retrain_opt=local.sgd(HEAD_LR, 0.0, 0.0),
+        retrain=local.Plan(1000, HEAD_EPOCHS), retrain_opt=local.sgd(HEAD_LR, 0.0, 0.0, decay=hand.FALL),
     )
 )  # fmt: skip
 plain = fedavg.algorithm(
@@ -77,7 +77,7 @@ def test_two_rounds(data, states):
         w = fresh(t, server['w'].shape)
         flat, y = features.reshape(-1, toys.DIM), np.repeat(np.arange(toys.CLASSES), M)
         for _ in range(HEAD_EPOCHS):
-            w = w - HEAD_LR * gradient(w, flat, y).T
+            w = w - HEAD_LR * hand.FALL**t * gradient(w, flat, y).T
         server, memory = hand.average(ends), creff.Memory({'w': w}, features)
         hand.close(hand.numbers(states[t + 1].server.variables), server, atol=1e-5)
         toys.same(jax.tree.map(lambda u: np.asarray(u, np.float64), states[t + 1].server.extra), memory, atol=2e-5)

@@ -44,7 +44,9 @@ def train(u, w, x, y, shift):
     ],
 )
 def test_three_rounds(data, options):
-    """Collected from the first round on, used from the second."""
+    """Collected from the first round on, used from the second. Who holds nothing is none of those selected."""
+    if options.get('mu_norm') == 'selected':
+        data = data._replace(size=data.size.at[5].set(0), counts=data.counts.at[5].set(0))
     options = {'alpha': 0.4, **options}
     algorithm = fedetf_gmv.algorithm(toys.scaling, opt, warm=1, collect=0, plan=PLAN, **options)
     round = jax.jit(simulate.make_round(algorithm, chunk=2))
@@ -55,6 +57,7 @@ def test_three_rounds(data, options):
     mu, seen = np.zeros((w.shape[1], len(u))), np.zeros(w.shape[1], bool)
     for t, ids in enumerate(COHORTS):
         state, _ = round(jax.random.fold_in(toys.KEY, t), state, data, jnp.asarray(ids))
+        ids = [k for k in ids if data.size[k]]
         shift = options['alpha'] * (mu @ w if t >= 1 else 0 * mu @ w)
         ends, votes, total = [], np.zeros(len(mu)), np.zeros_like(mu)
         for k in ids:
@@ -78,6 +81,13 @@ def test_three_rounds(data, options):
         if t == 1:
             assert (~held).sum() > 0  # the carry-over was tried
     np.testing.assert_array_equal(got.fixed['head']['v'], v.fixed['head']['v'])
+
+
+def test_means_are_collected_from_twenty_rounds_before_their_use(data):
+    algorithm = fedetf_gmv.algorithm(toys.scaling, opt, warm=22, plan=PLAN)
+    server = algorithm.init(toys.KEY, data)
+    work = jax.jit(lambda t: algorithm.client(toys.KEY, server._replace(round=t), (), data.shard(0))[1])
+    assert [float(work(jnp.int32(t)).means.weight.sum()) > 0 for t in (1, 2, 3)] == [False, True, True]
 
 
 task = objective(

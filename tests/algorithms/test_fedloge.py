@@ -23,6 +23,8 @@ from fedjax_nc.objective import objective
 LR, MOMENTUM, EPOCHS = 0.05, 0.5, 3
 PLAN = local.Plan(1000, EPOCHS)
 opt = local.sgd(LR, MOMENTUM, weight_decay=0.0)
+FALL = 0.8  # a round, in the stage, which has the rate of the round after training
+FADING = local.sgd(LR, MOMENTUM, weight_decay=0.0, decay=FALL)
 frame = functools.partial(frames.sparse_etf, solver='gram', steps=20)
 SEEN, UNSEEN = [0, 1, 3, 5, 7], [2, 4, 6]
 
@@ -39,12 +41,12 @@ def head_gradient(head, h, y):
     return {'w': h.T @ q, **({'b': q.sum(0)} if 'b' in head else {})}
 
 
-def descend(gradient, p, epochs=EPOCHS):
+def descend(gradient, p, epochs=EPOCHS, lr=LR):
     """Heavy-ball gradient descent on a tree."""
     m = jax.tree.map(np.zeros_like, p)
     for _ in range(epochs):
         m = jax.tree.map(lambda m, g: MOMENTUM * m + g, m, gradient(p))
-        p = jax.tree.map(lambda p, m: p - LR * m, p, m)
+        p = jax.tree.map(lambda p, m: p - lr * m, p, m)
     return p
 
 
@@ -73,7 +75,7 @@ def training_round(bias=False, frozen_bias=False):
 
 @functools.cache
 def stage_round(**kwargs):
-    stage = fedloge.realign(toys.scaling, opt, plan=PLAN, **kwargs)
+    stage = fedloge.realign(toys.scaling, FADING, plan=PLAN, **kwargs)
     return stage, simulate.compiled(simulate.make_round(stage, chunk=4))
 
 
@@ -224,7 +226,7 @@ def test_realignment_of_the_paper(trained, data):
         head = wide(of(trained.clients.head, k))
         if k in UNSEEN:  # learns its own head first, on frozen features
             h, y = features(trained, data, k)
-            head = descend(lambda p, h=h, y=y: head_gradient(p, h, y), head)
+            head = descend(lambda p, h=h, y=y: head_gradient(p, h, y), head, lr=LR * FALL**2)
             toys.same(of(after.clients.head, k), head, atol=5e-6)
         else:
             toys.same(of(after.clients.head, k), of(trained.clients.head, k))
@@ -250,10 +252,16 @@ def test_fine_tuning_moves_the_realigned_head_and_nothing_else(trained, data):
     for k in range(8):
         first = {'w': scaled(trained, of(trained.clients.head, k)) if k in SEEN else psi}
         h, y = features(trained, data, k)
-        want = descend(lambda p, h=h, y=y: head_gradient(p, h, y), first, epochs=4)
+        want = descend(lambda p, h=h, y=y: head_gradient(p, h, y), first, epochs=4, lr=LR * FALL**2)
         toys.same(of(after.clients.realigned, k), want, atol=1e-5)
         assert np.abs(want['w'] - first['w']).max() > 1e-3
         assert visited[k] == 4 * int(data.size[k])
+
+
+@pytest.mark.slow
+def test_work_of_both_phases_counts(trained, data):
+    _, _, visited = realigned(trained, data, finetune_epochs=4)
+    assert visited == [(4 + EPOCHS * (k in UNSEEN)) * int(data.size[k]) for k in range(8)]
 
 
 def test_predictions_of_the_released_code(trained, data):

@@ -69,6 +69,8 @@ def class_means(u, s, w, x, y, confident, unit_features):
         {},
         {'unit_means': False, 'rho': 0.5},
         {'weigh': 'agreement'},
+        {'weigh': 'agreement', 'unit_means': False},
+        {'confident': True},
         {'confident': True, 'weigh': 'holders', 'rho': 0.2},
         {'unit_features': False, 'weigh': 'holders'},
     ],
@@ -93,7 +95,7 @@ def test_two_rounds(data, options):
             if weigh == 'holders':
                 count = np.sign(count)
             if weigh == 'agreement':
-                count = np.sign(count) * np.exp((w * mean).sum(1))
+                count = np.sign(count) * np.exp((w * unit(mean)).sum(1))
             total += count[:, None] * mean
             weight += count
         target = total / weight[:, None]

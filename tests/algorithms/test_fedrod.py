@@ -46,7 +46,7 @@ def personal_step(p, pi, h, generic, y, rate):
     return jax.tree.map(lambda a, g: a - rate * g, p, gradient)
 
 
-def work(p, personal, pi, x, y, rate, separate):
+def work(p, personal, pi, x, y, rate, separate, epochs):
     """A client's round: body and generic head, then or meanwhile the personal head."""
 
     def gradient(p):
@@ -58,7 +58,7 @@ def work(p, personal, pi, x, y, rate, separate):
 
     if separate:
         p = hand.descend(p, GENERIC, gradient, rate)
-        for _ in range(hand.EPOCHS):
+        for _ in range(epochs):
             personal = step(personal, p)
         return p, personal
     met = []
@@ -78,13 +78,26 @@ def double(tree):
 
 
 @pytest.mark.parametrize(
-    ('form', 'separate'), [('linear', True), ('zeros', False), ('network', True), ('network', False)]
+    ('form', 'separate', 'epochs'),
+    [
+        ('linear', True, None),
+        ('linear', True, 2),
+        ('zeros', False, None),
+        ('network', True, None),
+        ('network', False, None),
+    ],
 )
-def test_two_rounds(data, form, separate):
+def test_two_rounds(data, form, separate, epochs):
     algorithm = latest.keep(
         fedrod.algorithm(
-            toys.scaling, hand.opt, personal=FORMS[form](), personal_opt=hand.plain, separate=separate, plan=hand.PLAN
-        )
+            toys.scaling,
+            hand.opt,
+            personal=FORMS[form](),
+            personal_opt=hand.plain,
+            separate=separate,
+            personal_epochs=epochs,
+            plan=hand.PLAN,
+        )  # fmt: skip
     )
     states = hand.two_rounds(algorithm, data)
     server = hand.numbers(states[0].server.variables)
@@ -96,7 +109,7 @@ def test_two_rounds(data, form, separate):
         for k in ids:
             start = shared if form == 'network' else private[k]
             rate = hand.LR * hand.FALL**t
-            own[k] = work(server, start, share(data, k), *toys.examples(data, k), rate, separate)
+            own[k] = work(server, start, share(data, k), *toys.examples(data, k), rate, separate, epochs or hand.EPOCHS)
             private[k] = own[k][1]
         server = hand.average([own[k][0] for k in ids])
         if form == 'network':
@@ -116,12 +129,12 @@ def test_two_rounds(data, form, separate):
     np.testing.assert_allclose(algorithm.predict(states[2].server, None, data.x[:9]), want, atol=1e-4)
 
 
-@pytest.mark.parametrize('form', ['linear', 'network'])
-def test_body_and_generic_head_do_not_notice_the_personal_one(data, form):
+@pytest.mark.parametrize(('form', 'absent'), [('linear', 'mask'), ('network', 'floor')])
+def test_body_and_generic_head_do_not_notice_the_personal_one(data, form, absent):
     """Bit for bit those of FedAvg with the balanced loss."""
-    algorithm = fedrod.algorithm(toys.tiny, toys.opt, personal=FORMS[form](), plan=toys.PLAN)
+    algorithm = fedrod.algorithm(toys.tiny, toys.opt, personal=FORMS[form](), absent=absent, plan=toys.PLAN)
     balanced = objective(
-        toys.tiny, heads.linear(bias=False), lambda *args: losses.balanced_softmax(*args, absent='mask')
+        toys.tiny, heads.linear(bias=False), lambda *args: losses.balanced_softmax(*args, absent=absent)
     )
     plain = fedavg.algorithm(balanced, toys.opt, plan=toys.PLAN, **fedavg.UNWEIGHTED)
     server = algorithm.init(toys.KEY, data)
@@ -130,10 +143,11 @@ def test_body_and_generic_head_do_not_notice_the_personal_one(data, form):
 
     @toys.optimised
     def both(shard):
-        mine, message, _ = algorithm.client(toys.KEY, server, algorithm.init_client(toys.KEY, server), shard)
-        return mine, message.delta, plain.client(toys.KEY, other, (), shard)[1].delta
+        mine, message, info = algorithm.client(toys.KEY, server, algorithm.init_client(toys.KEY, server), shard)
+        return mine, message.delta, plain.client(toys.KEY, other, (), shard)[1].delta, info.examples
 
-    mine, sent, want = both(data.shard(2))
+    mine, sent, want, visited = both(data.shard(2))
+    assert int(visited) == 2 * toys.PLAN.epochs * int(data.size[2])
     toys.same({k: sent[k] for k in want}, want)
     assert set(sent) - set(want) == (set() if form == 'linear' else {'personal'})
     logits = [

@@ -25,14 +25,15 @@ def rep(p, x, y, rate):
 
 
 PER = fedper.algorithm(hand.task, hand.opt, plan=hand.PLAN)
-REP = fedrep.algorithm(hand.task, hand.opt, plan=hand.PLAN, head_epochs=HEAD_EPOCHS, **WEIGHTED)
+REP = fedrep.algorithm(hand.task, hand.opt, plan=hand.PLAN, head_epochs=HEAD_EPOCHS)
+WEIGHED = fedrep.algorithm(hand.task, hand.opt, plan=hand.PLAN, head_epochs=HEAD_EPOCHS, **WEIGHTED)
 
 
-@pytest.fixture(scope='module', params=['fedper', 'fedrep, weighted'])
+@pytest.fixture(scope='module', params=['fedper', 'fedrep', pytest.param('fedrep, weighted', marks=pytest.mark.slow)])
 def case(request, data):
-    algorithm, work = {'fedper': (PER, per), 'fedrep, weighted': (REP, rep)}[request.param]
+    algorithm, work = {'fedper': (PER, per), 'fedrep': (REP, rep), 'fedrep, weighted': (WEIGHED, rep)}[request.param]
     kept = latest.keep(algorithm)
-    return kept, work, request.param != 'fedper', hand.two_rounds(kept, data)
+    return kept, work, request.param == 'fedrep, weighted', hand.two_rounds(kept, data)
 
 
 def test_two_rounds(data, case):

@@ -163,6 +163,7 @@ DRIFTING = fedavg.algorithm(task, opt, plan=PLAN, aggregate=aggregators.uniform)
     [
         (CONTROLLED, {}),
         (PASSING, {'option': 'I', 'eta_g': 0.5}),
+        (scaffold.algorithm(task, opt, plan=PLAN, option='I', clip=1.0), {'option': 'I', 'clip': 1.0}),
         (
             scaffold.algorithm(task, opt, plan=PLAN, aggregate=aggregators.mean, clip=1.0),
             {'by_examples': True, 'clip': 1.0},
