@@ -92,7 +92,8 @@ def test_tables_of_shares_are_read_as_those_of_counts():
         lambda t: evaluate.group_accuracy(t, groups), lambda t: evaluate.weighted_accuracy(t, np.arange(4.0)),
     ):  # fmt: skip
         np.testing.assert_allclose(read(shares), read(table), rtol=1e-5)
-    for counts in ([60, 25, 10, 5], [75, 20, 5, 0], [1, 1, 1, 1], [7, 0, 3, 2]):
+    equal = [[1] * n for n in (12, 20, 40, 60, 100, 200)]
+    for counts in ([60, 25, 10, 5], [75, 20, 5, 0], [1, 1, 1, 1], [7, 0, 3, 2], *equal):
         want = evaluate.groups(np.array(counts))
         np.testing.assert_array_equal(evaluate.groups(np.array(counts) / sum(counts)), want)
 

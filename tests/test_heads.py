@@ -35,6 +35,7 @@ def test_normalize_is_safe_at_zero():
     g = jax.grad(lambda z: heads.normalize(z).sum())(jnp.zeros(4))
     assert np.isfinite(g).all()
     np.testing.assert_allclose(np.linalg.norm(heads.normalize(Z), axis=1), 1, rtol=1e-6)
+    np.testing.assert_allclose(heads.normalize(jnp.array([1e-5, 0.0])), [1, 0], rtol=1e-5)  # short, and above eps
 
 
 def test_normalize_works_in_float32():

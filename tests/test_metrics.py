@@ -346,6 +346,13 @@ def test_relative_variance_is_sorted_with_the_means(sample):
         np.testing.assert_allclose(got.bottom[c], np.median(relative[2:]), rtol=1e-3)
     np.testing.assert_array_equal(got.count, np.bincount(y, minlength=5))
     assert not np.asarray(got.relative)[[1, 4]].any()
+    often = np.random.default_rng(1).integers(0, 4, len(y))
+    weighed, repeated = (
+        degenerate(z, y, 5, jnp.float32(often)),
+        degenerate(np.repeat(z, often, 0), np.repeat(y, often), 5),
+    )
+    for name in ('mean', 'relative', 'top', 'count'):
+        np.testing.assert_allclose(getattr(weighed, name), getattr(repeated, name), rtol=1e-3, atol=1e-5)
     balanced = degenerate(jnp.array([[1.0, 1.0], [-1.0, 3.0]]), jnp.zeros(2, int), 1)
     np.testing.assert_allclose(balanced.relative, [[1 / 4, 0]])  # a mean of 0 with a variance
     with pytest.raises(ValueError, match='halves'):
@@ -399,3 +406,10 @@ def test_a_broken_feature_is_no_single_class():
 def test_labels_beyond_the_classes_are_refused(measure):
     with pytest.raises(ValueError, match=r'lie in \[0, 3\)'):
         measure(jnp.eye(4), jnp.arange(4))
+
+
+def test_norms_of_half_precision_are_in_float32():
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(200, 3)), jnp.bfloat16)
+    got = similarity.class_norms(w)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.linalg.norm(np.asarray(w, np.float64), axis=0), rtol=1e-5)

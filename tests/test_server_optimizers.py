@@ -122,3 +122,8 @@ def test_inertia_lies_below_one(make, wrong):
 def test_no_tau_is_refused():
     with pytest.raises(ValueError, match='tau must be positive'):
         servers.fedadam(tau=0.0)
+
+
+def test_moments_of_half_precision_are_in_float32():
+    state = servers.fedadam(0.1).init({'w': jnp.ones(3, jnp.bfloat16)})
+    assert {u.dtype for u in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}

@@ -97,7 +97,7 @@ def test_two_rounds(data, form, separate, epochs):
             separate=separate,
             personal_epochs=epochs,
             plan=hand.PLAN,
-        )  # fmt: skip
+        )
     )
     states = hand.two_rounds(algorithm, data)
     server = hand.numbers(states[0].server.variables)
