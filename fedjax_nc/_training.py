@@ -49,10 +49,10 @@ def made(algorithm: Algorithm, cohort: int | None, chunk: int | None, mesh: Mesh
     given = algorithm, cohort, chunk, mesh, lazy
     try:
         hash(given)
-    except TypeError:  # of functions that are records with arrays, for example
+        name = _fingerprint.of_algorithm(algorithm)  # what functions hold, or take from their module, may have changed
+    except (TypeError, ValueError, AttributeError, RecursionError):  # such as of records with arrays
         return _made.__wrapped__('', *given)
-    # What its functions hold, or take from their module, may have changed since.
-    return _made(_fingerprint.of_algorithm(algorithm), *given)
+    return _made(name, *given)
 
 
 @functools.lru_cache(maxsize=4)  # that of ResNet-20 holds 100 MB
