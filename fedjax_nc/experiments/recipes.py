@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from fedjax_nc import algorithms as alg
-from fedjax_nc import checks, frames, losses
+from fedjax_nc import checks, frames, heads, losses
 from fedjax_nc.base import Algorithm, Array, FederatedData, Model, State, Variables
 from fedjax_nc.data import federate
 from fedjax_nc.experiments import own
@@ -321,7 +321,8 @@ def creff_recipe(s: Setup) -> Recipe:
         return v._replace(params={**v.params, 'head': server.extra.head})
 
     recipe = trained(alg.creff.algorithm, s.model, s.client_opt, **s.common)
-    return recipe._replace(personalize=s.finetune(), variables=variables)
+    head = heads.linear(bias=s.options.get('bias', False))
+    return recipe._replace(personalize=s.finetune(objective(s.model, head, s.loss)), variables=variables)
 
 
 def fedrod_recipe(s: Setup) -> Recipe:
@@ -369,7 +370,7 @@ def fedetf_gmv_recipe(s: Setup) -> Recipe:
 
 
 def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Recipe]:
-    """FedNH or FedUH with a learned scale; one more local update makes the personal models.
+    """FedNH or FedUH, whose scale is learned if no option says otherwise; one more local update makes it personal.
 
     The option `init` is a method of `frames.uniform`, such as 'orthogonal', which is that of FedNH's released code.
 
@@ -384,7 +385,9 @@ def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Rec
         options = {'scale': s.scale, **s.common}
         if isinstance(init := options.get('init'), str):
             options['init'] = functools.partial(frames.uniform, method=init)
-        return trained(method, s.model, s.client_opt, **options)._replace(personalize=s.finetune())
+        head = heads.prototypes(options['scale'], options.get('learn_scale', True), options.get('init', frames.uniform))
+        personal = s.finetune(objective(s.model, head, s.loss))
+        return trained(method, s.model, s.client_opt, **options)._replace(personalize=personal)
 
     return made
 

@@ -9,6 +9,7 @@ Student's t. Where not all finished seeds have a number, it says how many have.
 import csv
 import io
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,9 +67,10 @@ def write(
         warnings.warn(f'{folder} gets no figures: {missing}', stacklevel=2)
         drawn = {}
     else:
-        for old in folder.glob('*.png'):
-            if old.stem not in drawn:
-                old.unlink()
+        before = folder / 'report.md'
+        shown = re.findall(r'^!\[(.+)\]\(\1\.png\)$', before.read_text() if before.exists() else '', re.M)
+        for old in set(shown) - set(drawn):  # and no picture that somebody put there
+            (folder / f'{old}.png').unlink(missing_ok=True)
     for name, figure in drawn.items():
         figure.savefig(folder / f'{name}.png', dpi=150)
     texts = {

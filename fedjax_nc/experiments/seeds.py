@@ -64,11 +64,14 @@ def run(
       For each seed its summary, or the error with which it diverged; the others go on.
 
     Raises:
-      ValueError: for settings that differ in more than their seed, or a folder that is in use or holds a run.
+      ValueError: for settings that differ in more than their seed, Ratio Loss, or a folder that is in use or holds a
+        run.
     """
     first = settings[0]
     if any(dataclasses.replace(setting, seed=first.seed) != first for setting in settings):
         raise ValueError('runs of one program may differ in their seed alone')
+    if first.algorithm == 'ratioloss':
+        raise ValueError('Ratio Loss keeps examples of its own seed in its program: run its seeds one by one')
     if len({setting.seed for setting in settings}) < len(settings) or len(outs) != len(settings):
         raise ValueError('each run needs a seed and a folder of its own')
     folders, clock = [Path(out) for out in outs], Clock()
