@@ -1,5 +1,7 @@
 """What a setting says reaches the data, the model, the optimizers and the method, and the seed all that is drawn."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,9 @@ import toys
 from test_recipes import of
 
 from fedjax_nc import algorithms as alg
-from fedjax_nc import data, evaluate, local, server_optimizers, simulate
-from fedjax_nc.data import images
-from fedjax_nc.experiments import Setting, networks, parts, pipeline, runner, scene, seeds
+from fedjax_nc import data, evaluate, local, server_optimizers, simulate, tree
+from fedjax_nc.data import femnist, images
+from fedjax_nc.experiments import Setting, networks, parts, pipeline, runner, scene, seeds, traffic
 from fedjax_nc.experiments.measures import Measures
 from fedjax_nc.experiments.setting import PIXELS
 
@@ -269,3 +271,54 @@ def test_seeds_of_ratio_loss_are_no_one_program(tmp_path):
     with pytest.raises(ValueError, match='one by one'):
         seeds.run(settings, [tmp_path / str(s.seed) for s in settings], progress=False)
     assert not list(tmp_path.iterdir())
+
+
+# Runs
+
+
+def test_what_never_moves_is_sent_once_to_every_client():
+    setting = Setting(**{**SMALL, 'clients': 10, 'rounds': 3}, participation=0.5)
+    said = pipeline.sent(setting, traffic.Traffic(down=5, up=7, once=100), traffic.Traffic(down=11, up=13, once=17))
+    assert said == {
+        'client_down': 5, 'client_up': 7, 'client_once': 100, 'round_down': 25, 'round_up': 35,
+        'calibration_down': 10 * 28, 'calibration_up': 130, 'down': 3 * 25 + 10 * 100 + 280, 'up': 3 * 35 + 130,
+    }  # fmt: skip
+
+
+def test_nothing_but_rounds_and_evaluations_may_differ_in_a_run_that_goes_on(tmp_path):
+    setting = Setting(**SMALL, algorithm='fedavg')
+    pipeline.write(tmp_path / 'config.json', setting.plain())
+    for name, other in {
+        'seed': 7, 'lr': 0.5, 'lr_decay': 0.5, 'momentum': 0.1, 'weight_decay': 0.1, 'clip': 1.0, 'batch_size': 7,
+        'local_epochs': 7, 'participation': 0.5, 'eval_last': 7, 'test_share': 0.5, 'weigh': 'alike', 'server_lr': 0.5,
+        'personal_momentum': 0.1, 'max_examples': 300, 'personal': 'latest', 'head': 'unbiased',
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f'{name} was'):
+            pipeline.settle(dataclasses.replace(setting, **{name: other}), tmp_path, resume=True)
+    pipeline.settle(dataclasses.replace(setting, rounds=9, eval_every=3), tmp_path, resume=True)
+
+
+def test_fedprox_stays_near_the_server_while_models_are_made_personal(data):
+    moved = []
+    for mu in (0.0, 3.0):
+        stage = of('fedprox', data, options={'mu': mu}).personalize
+        server = of('fedprox', data).train.init(toys.KEY, data)
+        mine = jax.jit(stage.client)(toys.KEY, server, stage.init_client(toys.KEY, server), data.shard(0))[0]
+        moved.append(tree.sqdist(mine.params, server.variables.params))
+    assert moved[1] < 0.5 * moved[0]
+
+
+def test_the_body_stays_while_ccvrs_head_is_made_personal(data):
+    recipe = of('ccvr', data)
+    server = recipe.train.init(toys.KEY, data)
+    stage = recipe.personalize
+    mine = jax.jit(stage.client)(toys.KEY, server, stage.init_client(toys.KEY, server), data.shard(0))[0]
+    toys.same(mine.params['body'], server.variables.params['body'])
+    assert float(tree.sqdist(mine.params['head'], server.variables.params['head'])) > 0
+
+
+def test_every_byte_of_a_writers_images_comes_back():
+    x = np.resize(np.arange(256) / 255, 784)
+    content = {'users': ['a'], 'num_samples': [1], 'user_data': {'a': {'x': [x.tolist()], 'y': [3]}}}
+    ((_, pixels, _),) = femnist._examples(content)
+    np.testing.assert_array_equal(pixels.ravel()[:256], np.arange(256))
