@@ -9,8 +9,8 @@ import pytest
 import toys
 from test_recipes import of
 
+from fedjax_nc import aggregators, data, evaluate, local, server_optimizers, simulate, tree
 from fedjax_nc import algorithms as alg
-from fedjax_nc import data, evaluate, local, server_optimizers, simulate, tree
 from fedjax_nc.data import femnist, images
 from fedjax_nc.experiments import Setting, networks, parts, pipeline, runner, scene, seeds, traffic
 from fedjax_nc.experiments.measures import Measures
@@ -322,3 +322,22 @@ def test_every_byte_of_a_writers_images_comes_back():
     content = {'users': ['a'], 'num_samples': [1], 'user_data': {'a': {'x': [x.tolist()], 'y': [3]}}}
     ((_, pixels, _),) = femnist._examples(content)
     np.testing.assert_array_equal(pixels.ravel()[:256], np.arange(256))
+
+
+def test_stages_tune_by_the_optimizer_of_training(data):
+    recipe = of('fedavg', data, personal_opt=local.sgd(0.0))
+    server, stage = recipe.train.init(toys.KEY, data), recipe.personalize
+    mine = jax.jit(stage.client)(toys.KEY, server, stage.init_client(toys.KEY, server), data.shard(0))[0]
+    assert float(tree.sqdist(mine.params, server.variables.params)) > 1e-4
+
+
+def test_frames_of_a_projection_have_its_dimension(data):
+    for head in ('etf', 'projected_sparse_etf'):
+        v = of('fedavg', data, head=head, dim=7).train.init(toys.KEY, data).variables
+        assert v.fixed['v'].shape == (7, toys.CLASSES)
+
+
+def test_weights_of_clients_are_those_of_statistics_too():
+    wanted = {'examples': aggregators.mean, 'alike': aggregators.uniform}
+    for name, mean in wanted.items():
+        assert parts.WEIGHTS[name] == {'aggregate': mean, 'aggregate_stats': mean}
