@@ -100,9 +100,10 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
                 'the change of a model: send changes alone in private'
             )
         # What is dropped leaves no trace, in the client's state neither: the report knows it as broken by its loss.
-        sound = tree.finite_rows(_row(info.loss)) & ~tree.nan_rows(jax.tree.map(_row, new))
-        whole = jnp.isfinite(tree.dot(message, message)) & sound[0]
-        kept = tree.where(whole, _clipped(message, clip), tree.zeros(message))
+        lost = jnp.any(tree.nan_rows(jax.tree.map(lambda u: jnp.expand_dims(u, 0), new)))
+        sound = jnp.isfinite(info.loss) & ~lost
+        kept = tree.where(sound, _clipped(message, clip), tree.zeros(message))
+        whole = sound & jnp.isfinite(tree.dot(message, message))
         return tree.where(whole, new, client), kept, info._replace(loss=jnp.where(whole, info.loss, jnp.nan))
 
     def server(key: Array, server: Tree, aggregate: Aggregate) -> Tree:
@@ -114,7 +115,8 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
         std = jnp.float32(noise_multiplier * clip)
         # Runs that differ in S or z, or one that goes on with the key that it began with, would share their noise, and
         # the difference of their models be without any.
-        own = jax.lax.bitcast_convert_type(std, jnp.uint32), getattr(server, 'round', 0)
+        counted = [u for u in map(jnp.asarray, jax.tree.leaves(server)) if u.ndim == 0 and u.dtype == jnp.int32]
+        own = jax.lax.bitcast_convert_type(std, jnp.uint32), *counted  # such as the number of the round
         k_noise = functools.reduce(jax.random.fold_in, own, k_noise)
         mean = tree.scale(_noisy(k_noise, aggregate.value, std), 1.0 / cohort)
         message = jax.tree.map(lambda u: u[None], mean)
@@ -147,11 +149,6 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
         server=server,
         secret=algorithm.secret or checks.traced(noise_multiplier) or noise_multiplier > 0,
     )
-
-
-def _row(u: Array) -> Array:
-    """One client's number or array as a row of those of many."""
-    return jnp.asarray(u)[None]
 
 
 def depends_on(jaxpr: core.Jaxpr, at: int) -> bool:

@@ -108,7 +108,7 @@ def run(
     Returns:
       A `Run`: the state after the last round, and a row of numbers for each round, those of resumed runs included.
       `loss` and `padded_work` are those of `simulate.Report`, `broken` counts clients, `seconds` are those of a round.
-      The first round of a process, and others before which something was compiled, have `compile_seconds`.
+      The first round of a call, and others before which something was compiled, have `compile_seconds`.
 
     Raises:
       ValueError: if `rounds` or another number is not a whole one of at least 1, if `evaluate` or `on_round` is no

@@ -191,15 +191,13 @@ def test_krum_counts_all_neighbours_but_the_byzantine_ones(byzantine, want):
     np.testing.assert_allclose(got['a'], want)
 
 
-@pytest.mark.parametrize('attack', [1e30, np.nan])
-@pytest.mark.parametrize('live', [2, 5])
+@pytest.mark.parametrize(('live', 'attack'), [(2, np.nan), (5, np.nan), (5, 1e30)])
 def test_krum_never_takes_as_many_as_there_are_where_some_may_lie(live, attack):
     u = np.linspace(0, 1, 5).astype(np.float32)
     u[0] = attack
     reduce = aggregators.stacked(aggregators.krum(1, 9))
     got = fold(reduce, {'a': u}, (np.arange(5) < live).astype(np.float32), 5)['a']
-    if live > 2 or np.isnan(attack):  # of two finite ones nobody knows which
-        np.testing.assert_allclose(got, u[1:live].mean())
+    np.testing.assert_allclose(got, u[1:live].mean())
 
 
 ROBUST = {

@@ -460,6 +460,13 @@ class TestFigures:
             assert (folder / f'{name}.png').read_bytes().startswith(b'\x89PNG')
             assert f'![{name}]({name}.png)' in text
 
+    def test_of_earlier_reports_go_and_others_stay(self, known, written, monkeypatch):
+        folder = report.write(known, written)
+        (folder / 'of_mine.png').write_bytes(b'mine')
+        monkeypatch.setattr(report.figures, 'of', lambda *given: [])
+        report.write(known, written)
+        assert [path.name for path in folder.glob('*.png')] == ['of_mine.png']
+
     def test_one_evaluation_is_no_curve(self, known, tmp_path):
         for run in known.runs:
             write(tmp_path, run, summary(run, 0.6, 0.7), [{'round': 10, 'loss': 1.0, 'accuracy': 0.6}])

@@ -70,8 +70,10 @@ def compiled():
             names.append(about.get('fun_name'))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def lines(out):

@@ -321,8 +321,8 @@ def creff_recipe(s: Setup) -> Recipe:
         return v._replace(params={**v.params, 'head': server.extra.head})
 
     recipe = trained(alg.creff.algorithm, s.model, s.client_opt, **s.common)
-    head = heads.linear(bias=s.options.get('bias', False))
-    return recipe._replace(personalize=s.finetune(objective(s.model, head, s.loss)), variables=variables)
+    task = s._replace(head=heads.linear(recipe.told['bias'])).task
+    return recipe._replace(personalize=s.finetune(task), variables=variables)
 
 
 def fedrod_recipe(s: Setup) -> Recipe:
@@ -385,9 +385,9 @@ def prototypes_recipe(method: Callable[..., Algorithm]) -> Callable[[Setup], Rec
         options = {'scale': s.scale, **s.common}
         if isinstance(init := options.get('init'), str):
             options['init'] = functools.partial(frames.uniform, method=init)
-        head = heads.prototypes(options['scale'], options.get('learn_scale', True), options.get('init', frames.uniform))
-        personal = s.finetune(objective(s.model, head, s.loss))
-        return trained(method, s.model, s.client_opt, **options)._replace(personalize=personal)
+        recipe = trained(method, s.model, s.client_opt, **options)
+        head = HEADS['prototypes'](None, options['scale'], recipe.told['learn_scale'])
+        return recipe._replace(personalize=s.finetune(s._replace(head=head).task))
 
     return made
 

@@ -30,14 +30,18 @@ SMALL = 1_000_000  # examples that a run visits
 MOST = 8  # seeds of one program: nothing of them is saved until all are trained
 
 
+ALONE = ('ratioloss',)
+"""Methods that keep examples of their own seed in the program."""
+
+
 def pays(setting: Setting) -> bool:
     """Whether compiling takes longer than what is compiled: an MLP that sees few examples.
 
-    Such runs are not worth a checkpoint on the way either. Ratio Loss keeps examples of its own seed in its program.
+    Such runs are not worth a checkpoint on the way either.
     """
     examples = setting.max_examples or (1_442 if setting.dataset == 'digits' else math.inf)
     visits = examples * setting.participation * setting.local_epochs * setting.rounds
-    return setting.model == 'mlp' and visits <= SMALL and setting.algorithm != 'ratioloss'
+    return setting.model == 'mlp' and visits <= SMALL and setting.algorithm not in ALONE
 
 
 def run(
@@ -64,14 +68,14 @@ def run(
       For each seed its summary, or the error with which it diverged; the others go on.
 
     Raises:
-      ValueError: for settings that differ in more than their seed, Ratio Loss, or a folder that is in use or holds a
-        run.
+      ValueError: for settings that differ in more than their seed, a method of `ALONE`, or a folder that is in use
+        or holds a run.
     """
     first = settings[0]
     if any(dataclasses.replace(setting, seed=first.seed) != first for setting in settings):
         raise ValueError('runs of one program may differ in their seed alone')
-    if first.algorithm == 'ratioloss':
-        raise ValueError('Ratio Loss keeps examples of its own seed in its program: run its seeds one by one')
+    if first.algorithm in ALONE:
+        raise ValueError(f'{first.algorithm} keeps examples of its own seed in its program: run its seeds one by one')
     if len({setting.seed for setting in settings}) < len(settings) or len(outs) != len(settings):
         raise ValueError('each run needs a seed and a folder of its own')
     folders, clock = [Path(out) for out in outs], Clock()
