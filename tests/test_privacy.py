@@ -337,6 +337,24 @@ def test_a_client_whose_state_or_loss_breaks_sends_nothing_and_keeps_what_it_had
     toys.same(after.server.variables.params, want.server.variables.params, atol=1e-6)
 
 
+@pytest.mark.parametrize('breaks', ['state', 'loss'])
+def test_either_alone_makes_a_client_broken(data, breaks):
+    def client(key, server, client, shard):
+        _, message, info = plain.client(key, server, (), shard)
+        odd = jnp.where(shard.size == 33, jnp.nan, 1.0)
+        loss = info.loss * odd if breaks == 'loss' else info.loss
+        return client + (odd if breaks == 'state' else 1.0), message, info._replace(loss=loss)
+
+    own = plain._replace(init_client=lambda key, server: jnp.float32(0), client=client)
+    algorithm = privacy.private(own, clip=1.0, noise_multiplier=0.0, cohort=8)
+    state, run = simulate.init(algorithm, toys.KEY, data), jax.jit(simulate.make_round(algorithm))
+    after, report = run(toys.KEY, state, data)
+    others, _ = run(toys.KEY, state, data, jnp.array([0, 1, 2, 4, 5, 6, 7, 8]))
+    assert np.asarray(report.ids)[np.asarray(report.broken)].tolist() == [3]
+    np.testing.assert_array_equal(after.clients, [1, 1, 1, 0, 1, 1, 1, 1])
+    toys.same(after.server, others.server, atol=1e-7)
+
+
 def test_whole_numbers_in_messages_are_refused(data):
     def client(key, server, client, shard):
         new, message, info = plain.client(key, server, client, shard)
