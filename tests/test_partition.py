@@ -99,6 +99,29 @@ def test_a_draw_that_leaves_clients_too_small_is_drawn_again():
     same_parts(partition.dirichlet(FIVE, 6, 0.5, seed=seed, min_size=least), again)
 
 
+def test_the_last_of_a_hundred_draws_is_levelled_from_above():
+    """Who lacks examples gets as many, of those who are largest, one after the other; all others keep theirs."""
+    seed = next(s for s in range(50) if min(map(len, drawn(np.random.default_rng((s, 99)), 0.05))) < 8)
+    got = partition.dirichlet(FIVE, 6, 0.05, seed=seed, min_size=80)
+    before = drawn(np.random.default_rng((seed, 99)), 0.05)
+    had = sizes(before)
+    after = had.copy()
+    for k in np.flatnonzero(had < 80):
+        while after[k] < 80:
+            after[np.argmax(after)] -= 1
+            after[k] += 1
+    np.testing.assert_array_equal(sizes(got), after)
+    assert (after < had).sum() > 1
+    for k, rows in enumerate(got):
+        keeps, gives = set(before[k]) <= set(rows.tolist()), set(rows.tolist()) <= set(before[k])
+        assert (keeps, gives) == (after[k] >= had[k], after[k] <= had[k])
+    taken = [rows for k, rows in enumerate(before) if after[k] < had[k]]
+    went = np.concatenate([np.setdiff1d(rows, got[k]) for k, rows in enumerate(before) if after[k] < had[k]])
+    assert len(went) == sum(had[k] - after[k] for k in range(6) if after[k] < had[k])
+    first = np.concatenate([rows[: len(rows) // 4] for rows in taken])
+    assert 0 < np.isin(went, first).sum() < len(went)  # drawn, not cut off an end
+
+
 def capped(rng, held, amount=101):
     """How many of a class each of six clients gets: nothing where it holds its share of all."""
     takers = [k for k in range(6) if held[k] * 6 < len(FIVE)]

@@ -170,6 +170,30 @@ def test_what_ccvr_tells_is_of_the_models_that_it_names(tmp_path):
     metrics = measures.general(state)
     np.testing.assert_allclose([metrics['accuracy_trained'], metrics['accuracy']], [before, after], atol=1e-6)
     np.testing.assert_allclose(run['personal_accuracy_before'], run['global_accuracy'], atol=1e-6)
+    task = scene.build(dataclasses.replace(setting, algorithm='fedavg'), None).task  # without Tukey's transformation
+    bound = alg.ccvr.oracle(measures.k_tune, task, state.server, loaded[1])
+    oracle = measures.table(measures.recipe.train, state._replace(server=bound))
+    np.testing.assert_allclose(run['global_accuracy_oracle'], evaluate.accuracy(oracle), atol=1e-6)
+    assert not np.isclose(run['global_accuracy_oracle'], [before, after], atol=0.003).any()
+
+
+@pytest.mark.slow
+def test_models_that_clients_keep_are_told_beside_those_of_the_stage():
+    """FedLoGe realigns what clients have kept; those who never took part have nothing to tell."""
+    given = {**SMALL, 'partition': 'dirichlet', 'alpha': 0.3, 'rounds': 1, 'clients': 6, 'participation': 0.5}
+    setting = Setting(**given, algorithm='fedloge')
+    measures = Measures(setting, scene.build(setting, None), loaded := scene.load(setting))
+    state, _ = simulate.make_round(measures.recipe.train, cohort=3)(
+        jax.random.fold_in(measures.k_train, 0), measures.begun(), loaded[1]
+    )
+    told, _, _ = measures.personal(state, measures.delivered(state))
+    tables = np.array(evaluate.per_client(measures.recipe.train, state, loaded[2]))
+    took = np.array(measures.took_part(state))
+    each = np.trace(tables, axis1=1, axis2=2) / np.maximum(tables.sum((1, 2)), 1)
+    weighed = each[took & (tables.sum((1, 2)) > 0)].mean()
+    np.testing.assert_allclose(told['personal_accuracy_trained'], weighed, rtol=1e-6)
+    assert not np.isclose(weighed, each[tables.sum((1, 2)) > 0].mean(), rtol=1e-3)
+    assert not np.isclose(weighed, [told['personal_accuracy'], told['personal_accuracy_before']], rtol=1e-3).any()
 
 
 # Recipes
