@@ -253,8 +253,12 @@ def test_seeds_are_a_part_too_and_all_that_are_finished_the_whole(known, written
 
 
 def test_another_baseline(known, written):
-    text = (report.write(known.against('A&B_1 50%'), written) / 'report.md').read_text()
+    folder = report.write(known.against('A&B_1 50%'), written)
+    text = (folder / 'report.md').read_text()
     assert 'less A&B_1 50%, same seed' in text
+    one, other = csv_rows(folder / 'table.csv')[:: len(SAID['metrics'])][:2]  # of the first metric
+    assert float(one['difference']) == pytest.approx(100 * np.mean(np.subtract(*GENERAL.values())))
+    assert (one['method'], float(other['difference'])) == ('Base', 0)
     assert rows_of(text, 'Base')[1][0].startswith('-4.5 [')
     with pytest.raises(ValueError, match='no methods Other'):
         known.against('Other')

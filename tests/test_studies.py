@@ -525,12 +525,12 @@ def test_frames_that_differ_in_length_alone_are_fitted_once(tmp_path, monkeypatc
     fits, real = [], frames.sparse_etf
     monkeypatch.setattr(frames, 'sparse_etf', lambda *args, **kwargs: fits.append(kwargs) or real(*args, **kwargs))
     common = {'dim': 9, 'classes': 4, 'steps': 3, 'sparsity': 0.25}
-    for norm in (0.5, 1.5):
-        seen = geometry.run(geometry.Geometry(norm=norm, **common), tmp_path / str(norm))
-        direct = frames.frame_quality(real(jax.random.key(0), 9, 4, norm=norm, sparsity=0.25, steps=3))
+    for norm, seed in ((0.5, 0), (1.5, 0), (1.5, 1)):
+        seen = geometry.run(geometry.Geometry(norm=norm, seed=seed, **common), tmp_path / f'{norm}, {seed}')
+        direct = frames.frame_quality(real(jax.random.key(seed), 9, 4, norm=norm, sparsity=0.25, steps=3))
         assert seen['norm_mean'] == pytest.approx(float(direct.norm_mean))
         assert seen['angle_mean'] == pytest.approx(float(direct.angle_mean))
-    assert len(fits) == 1
+    assert len(fits) == 2
 
 
 def test_frames_are_studied_without_training(tmp_path):
@@ -580,7 +580,10 @@ def settings(count, **changes):
 
 
 def together(folder, made, **kwargs):
+    begun = time.perf_counter()
     found = seeds.run(made, [folder / str(s.seed) for s in made], progress=False, **kwargs)
+    took = time.perf_counter() - begun
+    assert 0 < sum(summary['seconds']['total'] for summary in found) < took  # each has its share
     for setting, summary in zip(made, found, strict=True):
         ours = folder / str(setting.seed)
         assert json.loads((ours / 'summary.json').read_text()) == summary
