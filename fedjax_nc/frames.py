@@ -80,17 +80,21 @@ def uniform(key: Array, dim: int, classes: int, method: str = 'auto') -> Array:
       dim: of the vectors, d.
       classes: their number C.
       method: 'auto', or 'orthogonal' for orthonormal columns, as the released code of FedNH draws them.
+        'semi_orthogonal' is the same up to `classes = dim`; beyond, rows are orthonormal, and columns only brought to
+        unit length, with distances of no promise: where the code of FedETF compares with FedNH on many classes.
 
     Raises:
       ValueError: for another method, sizes below 1, or more orthogonal vectors than dimensions.
     """
-    if method not in ('auto', 'orthogonal'):
-        raise ValueError(f"method must be 'auto' or 'orthogonal', not {method!r}")
+    if method not in ('auto', 'orthogonal', 'semi_orthogonal'):
+        raise ValueError(f"method must be 'auto', 'orthogonal' or 'semi_orthogonal', not {method!r}")
     checks.whole('dim', dim)
     checks.whole('classes', classes)
     if method == 'orthogonal' and classes > dim:
         raise ValueError(f"{classes} vectors cannot be orthogonal in {dim} dimensions: use method='auto'")
-    if method == 'orthogonal' or classes == 1:
+    if method == 'semi_orthogonal' and classes > dim:
+        return normalize(_orthonormal(key, classes, dim)).T
+    if method != 'auto' or classes == 1:
         return _orthonormal(key, dim, classes)
     if classes <= dim + 1:
         return simplex_etf(key, dim, classes)

@@ -268,6 +268,23 @@ def test_a_memory_is_measured_against_frozen_and_learned_classes(head, tmp_path)
     assert 'global_accuracy' in json.loads((tmp_path / 'summary.json').read_text())
 
 
+@pytest.mark.parametrize(('head', 'options'), [('bare_etf', {'scale': 1.5}), ('unbiased', {})])
+def test_what_a_memory_adds_to_the_logit_of_its_class_is_told(head, options):
+    setting = Setting(**SMALL, algorithm='fedetf_gmv', head=head, options=options)
+    measures = Measures(setting, scene.build(setting, None), scene.load(setting))
+    state = measures.begun()
+    v = state.server.variables
+    mu = jax.random.normal(jax.random.key(4), v.fixed['memory'].mu.shape)
+    seen = jnp.arange(len(mu)) < 7
+    fixed = {**v.fixed, 'memory': v.fixed['memory']._replace(mu=mu, seen=seen)}
+    server = state.server._replace(variables=v._replace(fixed=fixed))
+    told = measures.general(state._replace(server=server))
+    w = v.params['head']['w'] if head == 'unbiased' else 1.5 * v.fixed['head']['v']
+    added = np.sum(np.asarray(mu) * np.asarray(w).T, axis=1)[:7]
+    np.testing.assert_allclose(told['memory_margin'], added.mean(), rtol=1e-5)
+    np.testing.assert_allclose(told['memory_norm'], np.linalg.norm(mu, axis=1)[:7].mean(), rtol=1e-6)
+
+
 def test_a_run_with_memory_is_not_made_longer(tmp_path):
     """When its memory begins depends on how many rounds there will be."""
     for name, refused in (('fedetf_gmv', True), ('fedavg', False)):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_nc import data
 from fedjax_nc.data import sources
-from fedjax_nc.experiments import pipeline, study
+from fedjax_nc.experiments import pipeline, scene, study
 from fedjax_nc.experiments.networks import MODELS
 from fedjax_nc.experiments.setting import Setting
 
@@ -268,6 +269,28 @@ def test_settings_are_valid_and_factories_take_their_options(name, scale):
         if isinstance(run.setting, Setting) and run.seed == read.seeds[0] and run.setting not in made.values():
             pipeline.build(run.setting, images(10 if run.setting.dataset == 'cifar10' else 100))
             made[run.label] = run.setting
+
+
+SHAPES = {
+    'cifar10': (32, 32, 3, 10), 'cifar100': (32, 32, 3, 100), 'tiny_imagenet': (64, 64, 3, 200),
+    'cinic10': (32, 32, 3, 10), 'femnist': (28, 28, 1, 62), 'imagenet100-32.npz': (32, 32, 3, 100), 'cifar10-again.npz': (32, 32, 3, 10),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('name', 'scale'), SCALES)
+def test_every_row_has_a_first_model_for_its_images_and_classes(name, scale):
+    read = table(name, scale)
+    met = set()
+    for run in read.runs:
+        if not isinstance(run.setting, Setting) or (run.method, shape := SHAPES[run.setting.dataset]) in met:
+            continue
+        met.add((run.method, shape))
+        y = np.tile(np.arange(shape[3], dtype=np.int32), 2)
+        x = np.zeros((len(y), *shape[:3]), np.uint8)
+        clients = data.federate(x, y, np.split(np.arange(len(y)), 2), shape[3])
+        trouble = scene.misfit(run.setting, (sources.Dataset(x, y, x, y, shape[3], 'fake'), clients, clients))
+        assert trouble is None, (run.label, trouble)
 
 
 @pytest.mark.parametrize(('name', 'scale'), SCALES)

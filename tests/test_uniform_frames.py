@@ -103,6 +103,15 @@ def test_orthogonal():
         np.testing.assert_allclose(frame.T @ frame, np.eye(classes), atol=1e-6)
 
 
+def test_semi_orthogonal_vectors_may_be_more_than_dimensions():
+    semi = functools.partial(frames.uniform, method='semi_orthogonal')
+    np.testing.assert_array_equal(semi(toys.KEY, 16, 10), orthogonal(toys.KEY, 16, 10))
+    frame = unit(semi(toys.KEY, 10, 16), 10, 16)
+    rows = np.asarray(orthogonal(toys.KEY, 16, 10)).T
+    np.testing.assert_allclose(rows @ rows.T, np.eye(10), atol=1e-6)
+    np.testing.assert_allclose(frame, rows / np.linalg.norm(rows, axis=0), atol=1e-6)
+
+
 def test_min_distance_is_that_of_numpy_and_sees_close_pairs():
     frame = jax.random.normal(toys.KEY, (4, 9))
     np.testing.assert_allclose(frames.min_distance(frame), closest(frame), rtol=1e-6)
@@ -122,7 +131,7 @@ def test_as_the_prototypes_of_a_head():
     ('call', 'match'),
     [
         (lambda: orthogonal(toys.KEY, 3, 4), "use method='auto'"),
-        (lambda: frames.uniform(toys.KEY, 3, 4, 'simplex'), "'auto' or 'orthogonal'"),
+        (lambda: frames.uniform(toys.KEY, 3, 4, 'simplex'), "'auto', 'orthogonal' or"),
         (lambda: frames.uniform(toys.KEY, 3, 0), 'classes must be at least 1'),
         (lambda: frames.uniform(toys.KEY, 0, 3), 'dim must be at least 1'),
     ],

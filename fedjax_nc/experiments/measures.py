@@ -132,8 +132,9 @@ class Measures:
         if (v := self.recipe.variables(state.server)) is None:  # of a method of one's own
             return seen | self.probed(delivered, table)
         if 'memory' in v.fixed:
-            vectors = {**v.fixed['head'], **v.params['head']}  # frozen ones are 'v', learned ones 'w'
-            strength = memory.strength(v.fixed['memory'], vectors['v' if 'v' in vectors else 'w'])
+            vectors = {**v.fixed['head'], **v.params['head']}  # a frozen frame is 'v' in a scale, learned ones are 'w'
+            w = vectors['w'] if 'w' in vectors else vectors['scale'] * vectors['v']
+            strength = memory.strength(v.fixed['memory'], w)
             seen |= {'memory_norm': strength.norm, 'memory_margin': strength.margin}
         head = v.params.get('head')
         if isinstance(head, Mapping) and 'scale' in head and jnp.ndim(head['scale']) == 0:
