@@ -50,7 +50,8 @@ class Strength(NamedTuple):
 def strength(memory: Memory, w: Array) -> Strength:
     """How much `memory` weighs against class vectors `w [D, C]`, over the classes that were seen.
 
-    Those of a frozen frame are in its scale: `fixed['scale'] * fixed['v']`, as logits are `w^T z`. Worth a look each round: features are not normalised, and the memory grows with them.
+    Those of a frozen frame are in its scale, `fixed['scale'] * fixed['v']`, as logits are `w^T z`. Worth a look each
+    round: features are not normalised, and the memory grows with them.
     """
     seen = memory.seen.astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(jnp.square(memory.mu), axis=1))

@@ -11,8 +11,9 @@ import pytest
 
 from fedjax_nc import data
 from fedjax_nc.data import sources
-from fedjax_nc.experiments import pipeline, scene, study
+from fedjax_nc.experiments import pipeline, study
 from fedjax_nc.experiments.networks import MODELS
+from fedjax_nc.experiments.scene import misfit
 from fedjax_nc.experiments.setting import Setting
 
 NAN = math.nan
@@ -273,7 +274,8 @@ def test_settings_are_valid_and_factories_take_their_options(name, scale):
 
 SHAPES = {
     'cifar10': (32, 32, 3, 10), 'cifar100': (32, 32, 3, 100), 'tiny_imagenet': (64, 64, 3, 200),
-    'cinic10': (32, 32, 3, 10), 'femnist': (28, 28, 1, 62), 'imagenet100-32.npz': (32, 32, 3, 100), 'cifar10-again.npz': (32, 32, 3, 10),
+    'cinic10': (32, 32, 3, 10), 'femnist': (28, 28, 1, 62), 'imagenet100-32.npz': (32, 32, 3, 100),
+    'cifar10-again.npz': (32, 32, 3, 10),
 }  # fmt: skip
 
 
@@ -289,7 +291,7 @@ def test_every_row_has_a_first_model_for_its_images_and_classes(name, scale):
         y = np.tile(np.arange(shape[3], dtype=np.int32), 2)
         x = np.zeros((len(y), *shape[:3]), np.uint8)
         clients = data.federate(x, y, np.split(np.arange(len(y)), 2), shape[3])
-        trouble = scene.misfit(run.setting, (sources.Dataset(x, y, x, y, shape[3], 'fake'), clients, clients))
+        trouble = misfit(run.setting, (sources.Dataset(x, y, x, y, shape[3], 'fake'), clients, clients))
         assert trouble is None, (run.label, trouble)
 
 

@@ -122,8 +122,8 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--weigh', choices=['examples', 'alike'], help='how clients count; by default as published')
     parser.add_argument(
         '--model',
-        help=f'{", ".join(networks.MODELS)}; or MODULE:ATTRIBUTE of your own; by default resnet20, and mlp '
-        'for digits and tables',
+        help=f'{", ".join(networks.MODELS)}; or MODULE:ATTRIBUTE of your own; by default resnet20, '
+        'resnet18 for tiny_imagenet, and mlp for digits and tables',
     )
     parser.add_argument('--norm', choices=['batch', 'group'], help='of ResNets and MobileNet; by default batch')
     parser.add_argument('--crop', type=number(int, 0), help='pixels by which training images are cropped at random')
@@ -156,7 +156,9 @@ def arguments(argv: list[str] | None, prog: str, description: str) -> argparse.N
     parser.add_argument('--rounds', type=count)
     parser.add_argument('--local-epochs', type=count)
     parser.add_argument('--batch-size', type=count)
-    parser.add_argument('--lr', type=positive, help='by default 0.04, 0.01 for cifar100 and 0.02 for digits')
+    parser.add_argument(
+        '--lr', type=positive, help='by default 0.04, 0.01 for cifar100 and tiny_imagenet, 0.02 for digits'
+    )
     parser.add_argument('--momentum', type=number(float, 0, 1))
     parser.add_argument('--weight-decay', type=number(float, 0))
     parser.add_argument('--lr-decay', type=number(float, 0, 1, open_low=True), help='factor a round')

@@ -105,8 +105,8 @@ FEATURES: dict[str, Callable[[Any, Parts, 'Setting'], Any]] = {
     'noisy': lambda x, parts, s: data.add_noise(x, parts, s.noise, seed=s.seed),
 }
 """How clients see their examples."""
-MODEL = {'cifar10': 'resnet20', 'cifar100': 'resnet20', 'digits': 'mlp'}
-LR = {'cifar10': 0.04, 'cifar100': 0.01, 'digits': 0.02}
+MODEL = {'digits': 'mlp', 'tiny_imagenet': 'resnet18'}
+LR = {'cifar100': 0.01, 'digits': 0.02, 'tiny_imagenet': 0.01}
 
 
 PIXELS: dict[str, tuple[Any, Any]] = {
@@ -241,8 +241,8 @@ class Setting(Plain):
     validation: float = 0.0
     #: 'mlp', 'cnn', 'cnn_mcmahan', 'conv2cifar', 'moon_cnn', 'vgg11', 'mobilenet', 'resnet18', 'resnet20', 'resnet34'
     #: or 'resnet50', networks of `models`; 'mlpnet', the widths of GMV's Table 6, and 'resnet18_fednh', which has no
-    #: norms within blocks; or `'module:attribute'` of one's own, see `networks.named`. By default 'resnet20', and 'mlp'
-    #: for digits and tables.
+    #: norms within blocks; or `'module:attribute'` of one's own, see `networks.named`. By default 'resnet20',
+    #: 'resnet18' for tiny_imagenet, and 'mlp' for digits and tables.
     model: str = None  # type: ignore[assignment]
     norm: str = 'batch'  #: Or 'group'; of ResNets and MobileNet.
     precision: str = 'float32'  #: Or 'bfloat16'; of the model's computations.
@@ -269,7 +269,7 @@ class Setting(Plain):
     server_lr: float = None  # type: ignore[assignment]
     #: By default the server optimizer's own, 0 for 'average'.
     server_momentum: float = None  # type: ignore[assignment]
-    #: Rate of the clients' SGD. By default 0.04, 0.01 for cifar100 and 0.02 for digits.
+    #: Rate of the clients' SGD. By default 0.04, 0.01 for cifar100 and tiny_imagenet, 0.02 for digits.
     lr: float = None  # type: ignore[assignment]
     momentum: float = 0.9  #: Of the clients' SGD.
     personal_momentum: float = 0.0  #: Of the SGD of Ditto's second models and FedROD's personal heads, without decay.
