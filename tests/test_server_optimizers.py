@@ -58,6 +58,20 @@ def test_fedavgm(lr, beta):
     np.testing.assert_allclose(got['w'], theta, rtol=1e-6)
 
 
+def test_rounds_without_momentum_at_rate_one_are_fedavgs(data):
+    plain, avgm = (
+        fedavg.algorithm(toys.task, toys.opt),
+        fedavg.algorithm(toys.task, toys.opt, server_opt=servers.fedavgm(1.0, 0.0)),
+    )
+    ends = []
+    for algorithm in (plain, avgm):
+        state = simulate.init(algorithm, toys.KEY, data)
+        for t in range(2):
+            state, _ = jax.jit(simulate.make_round(algorithm, cohort=3))(jax.random.fold_in(toys.KEY, t), state, data)
+        ends.append(state.server.variables)
+    toys.same(*ends, atol=1e-6)
+
+
 def test_rates_may_be_schedules():
     got, _ = follow(servers.fedyogi(lambda round: jnp.where(round < 2, 0.3, 0.0)))
     want, _ = follow(servers.fedyogi(0.3))

@@ -103,6 +103,12 @@ def test_orthogonal():
         np.testing.assert_allclose(frame.T @ frame, np.eye(classes), atol=1e-6)
 
 
+def test_orthogonal_vectors_less_their_mean_are_a_simplex():
+    frame = orthogonal(toys.KEY, 16, 10)
+    shifted = np.sqrt(10 / 9) * (frame - frame.mean(1, keepdims=True))
+    np.testing.assert_allclose(shifted.T @ shifted, np.where(np.eye(10), 1, -1 / 9), atol=1e-6)
+
+
 def test_semi_orthogonal_vectors_may_be_more_than_dimensions():
     semi = functools.partial(frames.uniform, method='semi_orthogonal')
     np.testing.assert_array_equal(semi(toys.KEY, 16, 10), orthogonal(toys.KEY, 16, 10))

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import toys
 
-from fedjax_nc import heads, local, losses, simulate
+from fedjax_nc import heads, local, losses, simulate, tree
 from fedjax_nc.algorithms import (
     ditto,
     fedavg,
     fedbabu,
+    fedetf,
     fedloge,
     fedper,
     fedproto,
@@ -167,3 +168,19 @@ def test_fedloges_realignment_leaves_statistics_alone(population):
     toys.same(after.server, kept)
     heads = begun.clients.head['w'], after.clients.realigned['w']
     assert np.abs(heads[0][4] - heads[1][4]).max() > 1e-3
+
+
+def test_fedetfs_alternating_stage_leaves_the_body_and_its_statistics(population):
+    """The other one moves both, and neither projection nor frame."""
+    first = simulate.init(fedetf.algorithm(toys.normed, opt, plan=toys.PLAN), toys.KEY, population).server
+    shard, moved = population.shard(4), {}
+    for name, stage in (
+        ('alternate', fedetf.alternate(toys.normed, turn=toys.PLAN, cycles=2)),
+        ('adapt', fedetf.adapt_features(toys.normed, opt, plan=toys.PLAN)),
+    ):
+        start = stage.init_client(toys.KEY, first)
+        mine = jax.jit(stage.client)(toys.KEY, first, start, shard)[0]
+        before, after = (tree.by_path({**v.params, 'fixed': v.fixed, 'stats': v.stats}) for v in (start, mine))
+        moved[name] = {path for path in before if not np.array_equal(before[path], after[path])}
+    frozen = {'head.scale', 'fixed.v', 'head.proj.b', 'head.proj.w'}
+    assert moved == {'alternate': frozen, 'adapt': set(before) - frozen | {'head.scale'}}
