@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_nc import models
+from fedjax_nc import data, heads, losses, models
 from fedjax_nc.models import (
     CNN,
     MLP,
@@ -26,6 +26,7 @@ from fedjax_nc.models import (
     from_flax,
 )
 from fedjax_nc.models.mobilenet import Depthwise
+from fedjax_nc.objective import objective
 
 KEY = jax.random.key(0)
 TINY = {'widths': (4,), 'blocks': (1,)}
@@ -68,6 +69,24 @@ def test_parameter_counts(module, side, channels, parameters, dim, statistics):
     assert (count(params), z.shape, z.dtype) == (parameters, (2, dim), jnp.float32)
     assert count(stats) == statistics
     assert statistics or stats == ()
+
+
+@pytest.mark.parametrize(
+    ('module', 'side', 'classes', 'etf', 'linear'),
+    [
+        (CNN(), 32, 10, 126_081, 122_570),
+        (ResNet20(), 32, 10, 272_475, 272_474),
+        (ResNet20(), 32, 100, 278_325, 278_324),
+        (ResNet18(), 64, 200, 11_271_433, 11_168_832 + 512 * 200 + 200),
+    ],
+)
+def test_what_is_trained_with_a_head_has_the_published_size(module, side, classes, etf, linear):
+    """A projection to as many dimensions as classes and a temperature, or, of the small CNN, to its 64."""
+    y = np.arange(classes, dtype=np.int32)
+    clients = data.federate(np.zeros((classes, side, side, 3), np.uint8), y, [y], classes)
+    for head, want in ((heads.etf(None if etf != 126_081 else 64), etf), (heads.linear(), linear)):
+        task = objective(from_flax(module), head, losses.cross_entropy)
+        assert count(jax.eval_shape(lambda task=task: task.init(KEY, clients)).params) == want
 
 
 def convolve(x, layer, stride=1, padding=0):
