@@ -186,7 +186,7 @@ def sparse_etf(
       steps: another number of steps.
       fit_norm: gamma, the length at which 'mma' moves them; published: `norm`. The longer columns are, the more steps
         they need: published angles vary more at 1 and 1.5 than at 1/2.
-      start: the dense frame, `(key, dim, classes) -> [dim, classes]`, from whose entries it begins.
+      start: the dense frame, `(key, dim, classes) -> [dim, classes]`, from whose directions it begins.
 
     Raises:
       ValueError: if no ETF of this size exists, for numbers out of range, an unknown solver or a `start` of another
@@ -204,6 +204,8 @@ def sparse_etf(
     if dense.shape != (dim, classes):
         raise ValueError(f'start must make a frame {(dim, classes)}, not {dense.shape}')
     checks.finite('the frame of start', dense)
+    if start is not simplex_etf:  # whose columns have length one: steps of 1e-4 hardly move longer ones
+        dense = normalize(dense.T).T
     zeros = int(sparsity * dim * classes + 1e-6)  # 0.29 * 100 is a little less than 29
     kept = (jax.random.permutation(k_zeros, dim * classes) >= zeros).reshape(dim, classes)
     if not isinstance(kept, jax.core.Tracer) and not kept.any(axis=0).all():

@@ -9,6 +9,7 @@ import pytest
 import toys
 
 from fedjax_nc import frames, heads
+from fedjax_nc.experiments import parts
 
 
 def quality_by_hand(frame):
@@ -64,6 +65,12 @@ def test_the_fast_solver_is_accepted_and_closer():
 def test_the_faithful_solver_is_accepted_at_full_size():
     check(frames.sparse_etf(toys.KEY, 512, 100), norm=1.0, zeros=30720, angle_var=0.1)
     check(frames.sparse_etf(toys.KEY, 512, 100, solver='gram'), norm=1.0, zeros=30720, gap=1e-3)
+
+
+@pytest.mark.parametrize('name', parts.DRAWN)
+def test_the_faithful_solver_is_accepted_wherever_it_begins(name):
+    """FedLoGe's Table 9; entries of a standard normal distribution make columns of length 8."""
+    check(parts.FRAMES[f'sparse_{name}'](toys.KEY, 64, 10), norm=1.0, zeros=384, angle_var=0.1)
 
 
 @pytest.mark.parametrize('length', [0.5, 1.5])
