@@ -74,7 +74,8 @@ def algorithm(
       draw: most examples of a class in one gradient.
       repeats: gradients of each class that a client averages, each of other examples.
       bias: whether heads have one. The released code trained one and then left it out.
-      augment: whether gradients are of augmented images, in training mode, as in the released code.
+      augment: whether gradients are of augmented images, as in the released code; the body is in training mode then,
+        which there it is not.
       plan: batch size and local epochs.
       base: the algorithm that trains it: a factory that takes an objective and an optimizer.
       **kwargs: as for `base`; clients count alike but for `aggregate` and `aggregate_stats`.
