@@ -14,7 +14,7 @@ from test_contract import ALGORITHMS
 from fedjax_nc import aggregators, evaluate, flower, local, privacy, saving, simulate, training, tree
 from fedjax_nc.algorithms import ccvr, ditto, fedavg, fedetf, fedloge, finetune, scaffold
 from fedjax_nc.base import State
-from fedjax_nc.flower import _plan, _secure, _site
+from fedjax_nc.flower import _plan, _secure, _server, _site
 
 SIZES = (40, 7, 61, 23, 90)
 ROUNDS, TUNE = jax.random.key(1), jax.random.key(2)
@@ -91,6 +91,17 @@ def test_who_answers_first_makes_no_difference(data, tmp_path):
         for name, grid in (('one', Loopback), ('other', Late))
     )
     assert apart(a, b) == 0.0
+
+
+def test_a_site_begins_a_phase_as_simulation_has_it(data):
+    drawn = ALGORITHMS['fedavg']._replace(init_client=lambda key, server: jax.random.normal(key, (2,)))
+    agreed = agreement([flower.Phase(drawn, ROUNDS), flower.Phase(drawn, TUNE)], data)
+    start = simulate.init(drawn, agreed.init_key, data)
+    then = simulate.join(drawn, TUNE, start.server, data.num_clients)
+    for k in range(data.num_clients):
+        mine = _plan.first(agreed, 0, start.server, None, k)
+        np.testing.assert_array_equal(mine, start.clients[k])
+        np.testing.assert_array_equal(_plan.first(agreed, 1, start.server, mine, k), then.clients[k])
 
 
 @pytest.mark.slow
@@ -347,12 +358,51 @@ class TestSecure:
             (flower.Secure(least=6), 'no sum of 6'),
             (flower.Secure(levels=2**31), 'fewer levels'),
             (flower.Secure(limit=0), 'limit'),
+            (flower.Secure(least=1), 'least must be at least 2'),
+            (flower.Secure(levels=1), 'levels must be at least 2'),
         ],
     )
     def test_settings_that_protect_nobody(self, data, secure, match):
         agreed = agreement([self.phase(fedavg.algorithm(toys.task, toys.opt))], data, secure=secure)
         with pytest.raises(ValueError, match=match):
             flower.client_app(agreed, lambda context: None)
+
+    def test_settings_at_their_bounds(self, data):
+        algorithm = fedavg.algorithm(toys.task, toys.opt)
+        for cohort, clients, secure, match in [
+            (3, 5, flower.Secure(least=4), 'no sum of 4 sites comes out of a cohort of 3'),
+            (None, 4, flower.Secure(levels=2**30), 'beyond 2.32: take fewer levels'),
+        ]:
+            agreed = agreement([self.phase(algorithm, cohort)], data, secure=secure)._replace(clients=clients)
+            with pytest.raises(ValueError, match=match):
+                flower.server_app(agreed, 'nowhere')
+        for secure in (flower.Secure(least=3), flower.Secure(levels=2**32 // 5)):
+            flower.server_app(agreement([self.phase(algorithm, 3)], data, secure=secure), 'nowhere')
+
+    def test_entries_beyond_the_limit_and_nan_are_not_clipped(self, data):
+        agreed = agreement([self.phase(ALGORITHMS['fedavg'])], data, secure=flower.Secure(limit=2.0))
+        leaves, structure = jax.tree.flatten(_plan.checked(agreed)[0].message)
+
+        def sent(value, size):
+            message = [np.zeros(u.shape, u.dtype) for u in leaves]
+            message[0].reshape(-1)[0] = value
+            return _secure.vector(agreed, 0, jax.tree.unflatten(structure, message), size, 90)
+
+        assert np.abs(sent(2.0, 90)).max() == 2.0
+        assert np.abs(sent(-2.4, 45)).max() == pytest.approx(1.2)  # the largest site would send the double
+        for value in (2.01, -2.01, np.nan, np.inf):
+            with pytest.raises(flower.WireError, match='goes beyond the limit'):
+                sent(value, 90)
+
+    def test_a_server_learns_of_who_was_there_what_simulation_tells_it(self, data):
+        told = ALGORITHMS['fedavg']._replace(
+            aggregate=aggregators.total, server=lambda key, server, aggregate: (key, aggregate[1:])
+        )
+        ids = np.array([0, 5, 2], np.int32)  # the second one of three is away
+        blank = _plan.blank(agreement([self.phase(told)], data), data.size)
+        key, found = _server.unseen_step(self.phase(told))(TUNE, (), blank, ids, jnp.ones(3))
+        assert [float(u) for u in found] == [40 + 61, 2, 3]
+        assert (jax.random.key_data(key) == jax.random.key_data(TUNE)).all()
 
 
 @pytest.mark.parametrize(
@@ -389,3 +439,30 @@ def test_servers_that_cannot_be(data, settings):
     agreed = agreement([flower.Phase(fedavg.algorithm(toys.task, toys.opt), ROUNDS)], data)
     with pytest.raises(ValueError, match=next(iter(settings))):
         flower.server_app(agreed, 'nowhere', **settings)
+
+
+def test_servers_at_their_bounds(data):
+    algorithm = fedavg.algorithm(toys.task, toys.opt)
+    flower.server_app(agreement([flower.Phase(algorithm, ROUNDS, cohort=5)], data), 'nowhere', least=5)
+    flower.server_app(agreement([flower.Phase(algorithm, ROUNDS, cohort=1)], data), 'nowhere')  # of two by default
+
+
+def test_whatever_differs_is_another_agreement(data):
+    phase = flower.Phase(ALGORITHMS['fedavg'], ROUNDS, 2)
+    agreed = agreement([phase], data)
+    phases = [phase._replace(**{name: value}) for name, value in [('key', TUNE), ('rounds', 3), ('cohort', 2)]]
+    phases.append(phase._replace(algorithm=ALGORITHMS['scaffold']))
+    others = [agreed._replace(phases=[other]) for other in phases] + [agreed._replace(phases=[phase, phase])]
+    secure = flower.Secure()
+    for name, values in {
+        'init_key': [TUNE],
+        'clients': [6],
+        'example': [jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct(data.x.shape[1:], jnp.int32)],
+        'num_classes': [6],
+        'half': [True],
+        'secure': [secure, secure._replace(limit=1.0), secure._replace(least=2), secure._replace(threshold=0.9)],
+    }.items():
+        others += [agreed._replace(**{name: value}) for value in values]
+    names = [_plan.fingerprint(it) for it in (agreed, *others)]
+    assert len({*names}) == len(names)
+    assert _plan.fingerprint(agreement([phase], data)) == names[0]

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import time
 import types
 import warnings
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import toys
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
@@ -493,6 +496,78 @@ def test_a_silent_node_does_not_hold_up_every_round(data, tmp_path):
     assert not sites.later  # nothing is kept of who has gone
 
 
+def test_a_node_that_does_not_fit_is_asked_once(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    grid = Canned({11: hello(agreed), 12: hello(agreed, library='0'), 13: hello(agreed, agreement='f' * 32)})
+    sites = _sites.Sites(grid, agreed, tmp_path / 'sites.json', None)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for _ in range(5):
+            sites.greet(0.01)
+            sites.later.clear()
+    assert sorted(grid.asked) == [11, 12, 13]
+
+
+def test_a_node_that_goes_and_comes_back_is_a_site_again(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    answers = {11: hello(agreed), 12: hello(agreed, client=9)}
+    grid = Canned(dict(answers))
+    sites = _sites.Sites(grid, agreed, tmp_path / 'sites.json', None)
+    with pytest.warns(UserWarning, match='it is site 9 of 4'):
+        sites.greet(0.01)
+    assert (sites.node, set(sites.why)) == ({0: 11}, {12})
+    grid.apps[12] = hello(agreed, client=1)
+    sites.later[12] = 40, 0.0
+    began = time.monotonic()
+    grid.apps[13], grid.contexts[13] = Error(2, 'no'), None
+    sites.later[13] = 40, 0.0
+    with pytest.warns(UserWarning, match='node 13 takes no part'):
+        sites.greet(0.01)
+    assert (sites.node, set(sites.why)) == ({0: 11, 1: 12}, {13})
+    assert sites.later[13][0] == 41
+    assert began < sites.later[13][1] <= time.monotonic() + _sites.LATER
+    del grid.apps[11], grid.apps[13]
+    sites.greet(0.01)
+    assert (sites.node, sites.why) == ({1: 12}, {})
+    assert sites.sizes.tolist() == [24, 24, 0, 0]
+    grid.apps[11] = answers[11]
+    sites.greet(0.01)
+    assert sites.node == {0: 11, 1: 12}
+
+
+def test_a_server_that_was_started_again_knows_who_was_there_first(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    grid = Canned({11: hello(agreed), 12: hello(agreed, client=1, size=7)})
+    path = tmp_path / 'sites.json'
+    sites = _sites.Sites(grid, agreed, path, None)
+    with pytest.warns(UserWarning, match='2 of 4 sites are there'):
+        sites.gather(2, 0.05)
+    grid.apps[13], grid.contexts[13] = hello(agreed, client=2, size=5), None
+    sites.greet(0.01)
+    for _ in range(2):
+        assert sites.sizes.tolist() == [24, 7, 5, 0]
+        assert sites.first.tolist() == [24, 7, 0, 0]
+        sites = _sites.Sites(grid, agreed, path, None)
+    with pytest.warns(UserWarning, match='3 of 4 sites are there'):
+        sites.gather(2, 0.05)
+    assert sites.first.tolist() == [24, 7, 0, 0]
+    with pytest.warns(UserWarning, match='site 1, node 12, takes no part: why'):
+        sites.leave(1, 'why')
+    assert _sites.Sites(grid, agreed, path, None).sizes.tolist() == [24, 0, 5, 0]
+    with pytest.raises(ValueError, match='holds a run of another agreement'):
+        _sites.Sites(grid, agreed._replace(half=True), path, None)
+
+
+def test_those_who_are_late_have_no_longer_than_a_round(data):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    grid = Canned({11: hello(agreed), 12: hello(agreed)})
+    grid.change = lambda node, message, reply: None if node == 12 else reply
+    began = time.monotonic()
+    messages = [_sites.message('query.hello', node, RecordDict()) for node in (11, 12)]
+    assert len(_sites.collect(grid, messages, 0.2, 1, 60.0)) == 1
+    assert time.monotonic() - began < 30
+
+
 @pytest.fixture
 def server(data, tmp_path):
     """A server of four sites whose answers are canned."""
@@ -709,11 +784,17 @@ def test_a_state_of_another_site_is_not_taken_up(trained, tmp_path):
         _site.restore(flower.Site(BAD, None, trained.folder), name, 0, 2, {'a': jax.ShapeDtypeStruct((1,), np.float32)})
 
 
-@pytest.mark.parametrize('content', [b'', b'\xff' * 8, b'{}', None], ids=['empty', 'huge header', 'text', 'cut'])
+@pytest.mark.parametrize(
+    'content',
+    [b'', b'\xff' * 8, b'{}', None, 'flipped'],
+    ids=['empty', 'huge header', 'text', 'cut', 'a bit flipped'],
+)
 def test_a_damaged_state_is_told_and_left_as_it_is(trained, content):
     path = trained.folder / '0-000002.state'
     whole = path.read_bytes()
     try:
+        if content == 'flipped':
+            content = whole[:-1] + bytes([whole[-1] ^ 1])
         path.write_bytes(whole[: len(whole) // 2] if content is None else content)
         refuses(trained, trained.ask(), '0-000002.state of site 2 is damaged')
         path.unlink()
@@ -861,6 +942,11 @@ def masked(*arrays):
     return change
 
 
+def other_curve():
+    key = ec.generate_private_key(ec.SECP256R1()).public_key()
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
 DROPS = {
     **{f'an error in {stage}': (stage, failing('no')) for stage in STAGES},
     **{f'nothing in {stage}': (stage, instead(RecordDict())) for stage in STAGES},
@@ -870,6 +956,7 @@ DROPS = {
         Stage.SETUP,
         lambda r: saying(pk1=r.content.config_records[RECORD_KEY_CONFIGS][Key.PUBLIC_KEY_2])(r),
     ),
+    'a key of another curve': (Stage.SETUP, lambda r: saying(pk1=other_curve())(r)),
     'shares for nobody': (Stage.SHARE_KEYS, saying(dsts=[1, 2, 3])),
     'fewer shares than sites': (Stage.SHARE_KEYS, saying(ctxts=[b'1'])),
     'shares for one site alone': (Stage.SHARE_KEYS, saying(dsts=[101] * 3)),
@@ -899,9 +986,54 @@ def test_a_sum_goes_on_without_who_fails_in_a_stage(hidden, data, tmp_path, name
     assert not SPRUNG
 
 
-def once(agreed, there, change, out, **options):
+def test_a_site_that_takes_the_keys_of_another_is_not_in_the_sum(hidden, tmp_path):
+    agreed, there, _ = hidden
+    first = []
+
+    def change(node, message, reply):
+        said = message.content.config_records.get(RECORD_KEY_CONFIGS, {})
+        if said.get(Key.STAGE) == Stage.SETUP:
+            first.append((node, dict(reply.content.config_records[RECORD_KEY_CONFIGS])))
+            if len(first) == 2:
+                reply.content[RECORD_KEY_CONFIGS] = ConfigRecord(first[0][1])
+        return reply
+
+    with pytest.warns(UserWarning, match='not of the protocol; the sum is made without it'):
+        _, stayed = once(agreed, there, change, tmp_path)
+    assert stayed == [k for k in range(4) if 101 + k != first[1][0]]
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_a_masked_vector_counts_once(hidden, tmp_path):
+    agreed, there, want = hidden
+
+    class Doubled(Loopback):
+        def pull_messages(self, message_ids):
+            return [m for m in super().pull_messages(message_ids) for _ in range(2)]
+
+    total, stayed = once(agreed, there, None, tmp_path, Doubled)
+    assert stayed == [0, 1, 2, 3]
+    assert apart(total, want[None]) < 1e-5
+
+
+@pytest.mark.parametrize('largest', [10, 0, True, '24', None])
+def test_a_site_does_not_take_another_for_the_largest_than_is(hidden, tmp_path, largest):
+    """Its vector is divided by what the largest one may send."""
+    agreed, there, _ = hidden
+
+    def lied(message, context):
+        if 'secure' in message.content:
+            message.content['secure'] = ConfigRecord({} if largest is None else {'largest': largest})
+        return there[BAD](message, context)
+
+    match = 'is smaller than this one' if largest == 10 else 'how many examples the largest site has'
+    with pytest.warns(UserWarning, match=match):
+        assert once(agreed, [*there[:BAD], lied, *there[BAD + 1 :]], None, tmp_path)[1] == [0, 1, 3]
+
+
+def once(agreed, there, change, out, grid=Loopback, **options):
     """One sum unseen, and who is in it; the step of the server is that of simulation."""
-    server = begun(agreed, Loopback(there, change), out, **options)
+    server = begun(agreed, grid(there, change), out, **options)
     state, begin = server.begin(0, None)
     key = jax.random.fold_in(ROUNDS, 0)
     answers = server.ask(_server.Asking(0, 1, key, state, [begin], [np.zeros(4, int)]))
@@ -934,6 +1066,7 @@ def test_a_server_that_wants_all_sites_sees_no_sum_of_fewer(hidden, tmp_path, st
     asked.clear()
     assert len(once(agreed, there, change, tmp_path / 'three', least=3)[1]) == 3
     assert Stage.UNMASK in asked
+    assert once(agreed, there, None, tmp_path / 'all', least=4)[1] == [0, 1, 2, 3]
 
 
 UNSEEN = _server.unseen_step(flower.Phase(FEDAVG, ROUNDS, 1))
@@ -978,6 +1111,22 @@ def test_a_masked_vector_moves_the_sum_by_no_more_than_the_limit(hidden, tmp_pat
     assert 'none of messages within the limit' in missing
 
 
+@pytest.mark.parametrize('entry', [0, -1])
+def test_one_wrong_entry_of_a_masked_vector_is_found_out(hidden, tmp_path, entry):
+    """Beyond the limit, or, of the last one, which is the limit at all sites, below it."""
+    agreed, there, _ = hidden
+
+    def change(reply):
+        weight, vector = reply.content.config_records[RECORD_KEY_CONFIGS][Key.MASKED_PARAMETERS]
+        vector = np.load(io.BytesIO(vector))
+        vector[entry] = (vector[entry] + (2**31 if entry == 0 else 2**32 - SECURE.levels // 4)) % 2**32
+        return masked(weight, vector)(reply)
+
+    missing, stayed = once(agreed, there, meddling(Stage.COLLECT_MASKED_VECTORS, change), tmp_path)
+    assert stayed == []
+    assert 'none of messages within the limit' in missing
+
+
 def test_a_sum_that_is_always_spoiled_ends_in_a_clear_error(hidden, data, tmp_path):
     agreed, there, _ = hidden
     stage, change = SPOILS['shares that are wrong']
@@ -994,6 +1143,7 @@ def test_masks_need_all_of_their_seed():
     assert [u.shape for u in a] == [(1,), (100, 50), ()]
     assert all(u.dtype == np.int64 and u.min() >= 0 and u.max() < 2**32 for u in a)
     assert np.mean(a[1] == b[1]) < 0.01
+    assert np.mean(a[1] == _secure.masks(one[:-1] + b'x', 2**32, [(1,), (100, 50)])[1]) < 0.01
     assert abs(a[1].mean() / 2**31 - 1) < 0.05
     for function, names in (
         (_secure.secaggplus_mod, ('_collect_masked_vectors',)),

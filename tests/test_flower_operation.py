@@ -3,6 +3,7 @@
 import json
 import stat
 import time
+import types
 import warnings
 
 import jax
@@ -15,8 +16,9 @@ from loopback import Loopback, agreement, deploy, own, serve, sites, told
 
 from fedjax_nc import evaluate, flower, local, privacy, saving, simulate, training
 from fedjax_nc.algorithms import fedavg, fednh, fedper, finetune, latest, scaffold
+from fedjax_nc.base import State
 from fedjax_nc.data import federate
-from fedjax_nc.flower import _plan, _secure, _site, _wire
+from fedjax_nc.flower import _plan, _secure, _server, _site, _wire
 
 ROUNDS, TUNE = jax.random.key(1), jax.random.key(2)
 FEDAVG = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
@@ -25,6 +27,12 @@ FEDAVG = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
 @pytest.fixture(scope='module')
 def data():
     return toys.ragged((20, 7, 12))
+
+
+def empty(data):
+    """The data of a site that has none."""
+    first = own(data, 0)
+    return first._replace(size=jnp.zeros_like(first.size), counts=jnp.zeros_like(first.counts))
 
 
 def away(nodes, kinds, rounds=None, phase=0):
@@ -81,6 +89,88 @@ def test_who_took_part_is_on_disk_before_anything_is_published(data, tmp_path):
     (line,) = (tmp_path / 'server/0-train/sites.jsonl').read_text().splitlines()
     said = json.loads(line)
     assert (said['round'], said['sites'], said['away'], said['refused']) == (1, [0, 1, 2], [], [])
+
+
+def test_sites_test_the_state_after_every_second_round_and_the_last(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS, 3)], data)
+    models = [tmp_path / f'site-{k}/0-train.safetensors' for k in range(3)]
+    there = []
+
+    def measure(number, state):
+        there.append([path.exists() for path in models])
+        return {'number': number, 'after': state.server.round}
+
+    seen = deploy(
+        agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server', evaluate_every=2, measure=measure
+    )
+    assert ['tested' in s.row for s in seen] == [False, True, True]
+    assert [(s.row['number'], s.row['after']) for s in seen] == [(0, 1), (0, 2), (0, 3)]
+    table = evaluate.per_client(FEDAVG, State(seen[1].server, ()), data).sum(0)
+    assert seen[1].row['accuracy'] == pytest.approx(np.trace(table) / table.sum())
+    assert there == [[False] * 3] * 3  # a model is for after the last round
+    for path in models:
+        assert saving.load(path, FEDAVG).about['last_round'] == 3
+
+
+def test_a_server_that_is_done_hands_the_model_to_who_was_away(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    found = []
+
+    def site(k):
+        def finds(context):
+            found.append(k)
+            return flower.Site(k, own(data, k), tmp_path / f'site-{k}', own(data, k))
+
+        return finds
+
+    apps = [flower.client_app(agreed, site(k)) for k in range(3)]
+    model = tmp_path / 'site-2/0-train.safetensors'
+
+    def broken(message, context):
+        if message.metadata.message_type == 'evaluate':
+            raise TimeoutError
+        return apps[2](message, context)
+
+    with pytest.warns(UserWarning, match='the tests of node 103 do not count'):
+        deploy(agreed, Loopback([*apps[:2], broken]), tmp_path / 'server')
+    assert not model.exists()
+    assert deploy(agreed, Loopback(apps), tmp_path / 'server') == []
+    assert model.exists()
+    assert sorted(found) == [0, 1, 2]  # each is asked for its site once
+
+
+def test_a_round_that_fails_after_others_is_asked_for_again(data, tmp_path, monkeypatch):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS, 3)], data)
+    clock, failed = [0.0], []
+    monkeypatch.setattr(_server, 'time', types.SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: None))
+
+    def change(node, message, reply):
+        if message.metadata.message_type != 'train.round':
+            return reply
+        clock[0] += 10.0 * (node == 101)
+        if message.content['ask']['round'] == 3 and len(failed) < 3:
+            failed.append(node)
+            return Message(Error(2, 'no'), reply_to=message)
+        return reply
+
+    grid = Loopback(sites(agreed, data, tmp_path), change)
+    with pytest.warns(UserWarning, match='round 3 of train is asked for again'):
+        seen = deploy(agreed, grid, tmp_path / 'server', flower.Patience(5.0, None, 25.0))
+    assert [s.row['sites'] for s in seen] == [3, 3, 3]
+
+
+def test_a_state_that_is_not_finite_is_not_kept(data, tmp_path):
+    def server(key, server, aggregate):
+        after = FEDAVG.server(key, server, aggregate)
+        v = after.variables
+        params = jax.tree.map(lambda u: jnp.where(after.round > 1, jnp.inf, u), v.params)
+        return after._replace(variables=v._replace(params=params))
+
+    agreed = agreement([flower.Phase(FEDAVG._replace(server=server), ROUNDS, 3)], data)
+    with pytest.raises(training.DivergedError, match='round 2 of train left the server not finite'):
+        deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server')
+    assert [row['round'] for row in records(tmp_path / 'server/0-train/metrics.jsonl')] == [1]
+    assert len(records(tmp_path / 'server/0-train/sites.jsonl')) == 1
 
 
 def records(path):
@@ -142,6 +232,23 @@ def test_a_site_whose_examples_have_another_shape_is_told_by_its_number(data, tm
         UserWarning, match=rf'site 2: data has examples float32\[{width - 1}\], and agreed are .*{width}'
     ):
         deploy(agreed, grid, tmp_path / 'server', flower.Patience(5.0, None, 0.5))
+
+
+def test_a_site_whose_data_are_of_another_kind_is_refused(data, tmp_path):
+    agreed, mine = agreement([flower.Phase(FEDAVG, ROUNDS)], data), own(data, 0)
+    site = flower.Site(0, mine, tmp_path, mine)
+    _site.fits(site, agreed)
+    _site.fits(site._replace(client=2, test=None), agreed)
+    two = federate(np.asarray(mine.x), np.asarray(mine.y), [[0, 1], [2]], data.num_classes)
+    wrong = [two, federate(np.asarray(mine.x), np.asarray(mine.y), [[0, 1]], data.num_classes + 1)]
+    wrong += [mine._replace(x=mine.x.astype(jnp.int32)), mine._replace(x=mine.x[:, :-1])]
+    for other in wrong:
+        for name in ('data', 'test'):
+            with pytest.raises(flower.WireError, match=f'site 0: {name} '):
+                _site.fits(site._replace(**{name: other}), agreed)
+    for client in (3, -1, True):
+        with pytest.raises(ValueError, match='client must be'):
+            _site.fits(site._replace(client=client), agreed)
 
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
@@ -239,10 +346,31 @@ def test_large_numbers_travel_whole_in_half_precision():
 
 def test_changes_too_small_for_half_precision_travel_whole():
     """Of late training, say; single small numbers in an array of larger ones do not matter."""
-    a = {'late': jnp.full((4, 4), 1.7e-7), 'mixed': jnp.array([[1e-8, 0.3]])}
+    a = {'late': jnp.full((4, 4), 1.7e-7), 'later': jnp.full((4, 4), 1e-6), 'mixed': jnp.array([[1e-8, 0.3]])}
     record = _wire.pack(a, half=True)
-    assert (record['late'].dtype, record['mixed'].dtype) == ('float32', 'float16')
+    assert {name: record[name].dtype for name in a} == {'late': 'float32', 'later': 'float32', 'mixed': 'float16'}
     np.testing.assert_array_equal(_wire.unpack(record, a, 'a site')['late'], a['late'])
+
+
+def test_zeros_travel_as_half_and_vectors_whole():
+    a = {'zeros': jnp.zeros((3, 4)), 'vector': jnp.full(5, 0.5), 'counts': jnp.ones((2, 3), jnp.int32)}
+    record = _wire.pack(a, half=True)
+    assert {name: record[name].dtype for name in a} == {'zeros': 'float16', 'vector': 'float32', 'counts': 'int32'}
+    assert {name: u.dtype for name, u in _wire.unpack(record, a, 'a site').items()} == {
+        k: u.dtype for k, u in a.items()
+    }
+
+
+def test_whole_numbers_and_truths_travel_as_what_they_are():
+    like = {'n': jnp.ones((2, 3), jnp.int32), 'b': jnp.ones(4, bool)}
+    counts = _wire.pack({'n': np.ones((2, 3), np.float16), 'b': like['b']})
+    with pytest.raises(flower.WireError, match='sent as n is float16'):
+        _wire.unpack(counts, like, 'a site')
+    record = _wire.pack(like)
+    said = record['b'].data[:-1] + b'\x02'
+    record['b'] = type(record['b'])('bool', (4,), 'numpy.ndarray', said)
+    with pytest.raises(flower.WireError, match='neither true nor false'):
+        _wire.unpack(record, like, 'a site')
 
 
 @pytest.mark.slow
@@ -268,6 +396,14 @@ def test_an_old_question_does_not_drop_newer_states(data, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {f'0-{t:06d}.state' for t in (2, 3, 5)}
 
 
+def test_a_site_keeps_the_round_before_the_last_that_counted(data, tmp_path):
+    site = flower.Site(0, own(data, 0), tmp_path)
+    for round in range(1, 6):
+        _site.keep(site, 'name', _site.Ask(0, round, [round - 1]), {'u': jnp.float32(round)})
+        kept = {path.name for path in tmp_path.iterdir()}
+        assert kept == {f'0-{t:06d}.state' for t in range(max(round - 2, 1), round + 1)}
+
+
 def test_the_version_tells_commits_apart(monkeypatch, tmp_path):
     import fedjax_nc
 
@@ -280,7 +416,9 @@ def test_the_version_tells_commits_apart(monkeypatch, tmp_path):
     found.append(_plan.library.__wrapped__())
     (tmp_path / 'more.py').write_text('')
     found.append(_plan.library.__wrapped__())
-    assert len({known, *found}) == 4
+    (tmp_path / 'more.py').rename(tmp_path / 'other.py')
+    found.append(_plan.library.__wrapped__())
+    assert len({known, *found}) == 5
 
 
 def test_extremes_of_half_precision_travel_whole():
@@ -307,6 +445,28 @@ def test_who_never_took_part_has_no_personal_accuracy(data, tmp_path):
     assert row['tested'] == tables.sum()
 
 
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_sites_without_examples_are_none_of_the_least(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+
+    def made(k):
+        return lambda context: flower.Site(k, own(data, k) if k else empty(data), tmp_path / f'site-{k}')
+
+    apps = [flower.client_app(agreed, made(k)) for k in range(3)]
+    silent = away((103,), ('train.round',))
+    with pytest.raises(RuntimeError, match=r'1 of at least 2 sites answered and not \[2\]'):
+        deploy(agreed, Loopback(apps, silent), tmp_path / 'server', flower.Patience(0.2, None, 0.5))
+    assert deploy(agreed, Loopback(apps), tmp_path / 'server')[-1].row['sites'] == 3
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_a_sum_unseen_begins_with_as_many_sites_as_it_needs(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data, secure=flower.Secure(least=3))
+    grid = Loopback(sites(agreed, data, tmp_path)[:2])
+    with pytest.raises(RuntimeError, match='2 of at least 3 sites said hello'):
+        deploy(agreed, grid, tmp_path / 'server', flower.Patience(0.2, None, 0.2))
+
+
 def test_a_phase_that_begins_with_what_sites_keep_is_refused(data, tmp_path):
     per = fedper.algorithm(toys.task, toys.opt, plan=toys.PLAN)
     tune = finetune.algorithm(toys.task, toys.opt, plan=toys.PLAN)
@@ -323,8 +483,9 @@ def test_a_phase_that_begins_with_what_sites_keep_is_refused(data, tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
-def test_a_refused_answer_does_not_hurry_the_others(data, tmp_path):
-    """Once two have answered the others have half a second; nonsense is none of the two."""
+@pytest.mark.parametrize('third', ['nonsense', pytest.param('nothing', marks=pytest.mark.slow)])
+def test_an_answer_that_cannot_count_does_not_hurry_the_others(data, tmp_path, third):
+    """Once two have answered the others have half a second; nonsense is none of the two, and no examples neither."""
     agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
 
     class Slow(Loopback):
@@ -345,18 +506,19 @@ def test_a_refused_answer_does_not_hurry_the_others(data, tmp_path):
     def nonsense(node, message, reply):
         return told(reply, round=99) if node == 103 and message.metadata.message_type == 'train.round' else reply
 
-    grid = Slow(sites(agreed, data, tmp_path), nonsense)
+    apps = sites(agreed, data, tmp_path)
+    if third == 'nothing':
+        apps[2] = flower.client_app(agreed, lambda context: flower.Site(2, empty(data), tmp_path / 'site-2'))
+    grid = Slow(apps, nonsense if third == 'nonsense' else None)
     row = deploy(agreed, grid, tmp_path / 'server', flower.Patience(60.0, 0.5, 5.0), least=2)[-1].row
-    assert (row['sites'], row['refused']) == (2, 1)
+    assert (row['sites'], row['refused']) == ((2, 1) if third == 'nonsense' else (3, 0))
 
 
 def test_sites_without_examples_are_none_of_those_that_hide_the_others(data, tmp_path):
     agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data, secure=flower.Secure(limit=4.0, least=3))
-    empty = own(data, 0)
-    empty = empty._replace(size=jnp.zeros_like(empty.size), counts=jnp.zeros_like(empty.counts))
 
     def made(k):
-        return lambda context: flower.Site(k, own(data, k) if k < 2 else empty, tmp_path / f'site-{k}')
+        return lambda context: flower.Site(k, own(data, k) if k < 2 else empty(data), tmp_path / f'site-{k}')
 
     apps = [flower.client_app(agreed, made(k)) for k in range(3)]
     with (
