@@ -305,11 +305,12 @@ class TestSecure:
             (0.9, 5, 5),
             (0.75, 3, 3),
             (0.6, 5, 3),
+            (0.55, 20, 11),
         ]:
             assert _secure.threshold(flower.Secure(threshold=share), there) == least
 
     @pytest.mark.parametrize('sites', range(2, 12))
-    @pytest.mark.parametrize('threshold', [0.51, 0.6, 2 / 3, 1.0])
+    @pytest.mark.parametrize('threshold', [0.5 + 1e-12, 0.51, 0.6, 2 / 3, 1.0])
     def test_two_sums_of_one_round_cannot_both_have_enough_sites(self, sites, threshold):
         assert sites < 2 * _secure.threshold(flower.Secure(threshold=threshold), sites) <= 2 * sites
 

@@ -956,7 +956,7 @@ DROPS = {
         Stage.SETUP,
         lambda r: saying(pk1=r.content.config_records[RECORD_KEY_CONFIGS][Key.PUBLIC_KEY_2])(r),
     ),
-    'a key of another curve': (Stage.SETUP, lambda r: saying(pk1=other_curve())(r)),
+    'a key of another curve': (Stage.SETUP, lambda r: saying(pk2=other_curve())(r)),
     'shares for nobody': (Stage.SHARE_KEYS, saying(dsts=[1, 2, 3])),
     'fewer shares than sites': (Stage.SHARE_KEYS, saying(ctxts=[b'1'])),
     'shares for one site alone': (Stage.SHARE_KEYS, saying(dsts=[101] * 3)),
@@ -984,6 +984,19 @@ def test_a_sum_goes_on_without_who_fails_in_a_stage(hidden, data, tmp_path, name
     assert stayed == [k for k in range(4) if k != gone]
     assert apart(total, want[gone]) < 1e-5
     assert not SPRUNG
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+def test_what_is_summed_is_what_those_who_stayed_have_sent(hidden, tmp_path):
+    """Their numbers of examples, for one, by which a mean divides."""
+    agreed, there, _ = hidden
+    for stage, names in ((Stage.COLLECT_MASKED_VECTORS, [0, 1, 3]), (Stage.UNMASK, [0, 1, 2, 3])):
+        server = begun(agreed, Loopback(there, meddling(stage, failing('no'))), tmp_path)
+        answers = server.ask(asking(server))
+        assert answers.there == names
+        assert float(answers.summed['delta'][1]) == pytest.approx(sum(SIZES[k] for k in names), rel=1e-5)
+        assert (answers.told['sites'], answers.told['refused']) == (len(names), 1)
+        assert answers.told['bytes_up'] == len(names) * _secure.size(_secure.length(agreed, 0, server.kinds[0].message))
 
 
 def test_a_site_that_takes_the_keys_of_another_is_not_in_the_sum(hidden, tmp_path):
