@@ -414,6 +414,8 @@ class TestSecure:
         ({'num_classes': 1}, 'num_classes must be'),
         ({'init_key': 3}, 'init_key'),
         ({'phases': ('fedavg',)}, 'phase'),
+        ({'example': (12,)}, 'example must have a shape and a type'),
+        ({'secure': True}, 'secure must be of the type Secure'),
     ],
 )
 def test_agreements_that_cannot_be_carried_out(data, change, match):
@@ -424,7 +426,15 @@ def test_agreements_that_cannot_be_carried_out(data, change, match):
 
 
 @pytest.mark.parametrize(
-    ('phase', 'match'), [({'rounds': 0}, 'rounds must be'), ({'cohort': 6}, 'cannot be drawn'), ({'key': 1}, 'key')]
+    ('phase', 'match'),
+    [
+        ({'rounds': 0}, 'rounds must be'),
+        ({'cohort': 6}, 'cannot be drawn'),
+        ({'key': 1}, 'key'),
+        ({'name': 'a/b'}, 'name must be one of a folder'),
+        ({'name': '\\..'}, 'name must be one of a folder'),
+        ({'name': None}, 'name must be one of a folder'),
+    ],
 )
 def test_phases_that_cannot_be_carried_out(data, phase, match):
     first = flower.Phase(fedavg.algorithm(toys.task, toys.opt), ROUNDS)._replace(**phase)

@@ -104,6 +104,13 @@ def checked(agreed: Agreement) -> list[Shapes]:
     checks.whole('clients', agreed.clients)
     checks.whole('num_classes', agreed.num_classes, 2)
     checks.key('init_key', agreed.init_key)
+    if not (hasattr(agreed.example, 'shape') and hasattr(agreed.example, 'dtype')):
+        raise ValueError(
+            'example must have a shape and a type, as jax.ShapeDtypeStruct((28, 28, 1), jnp.float32) has, not '
+            f'{checks.shown(agreed.example)}'
+        )
+    if agreed.secure is not None:
+        checks.kind('secure', agreed.secure, Secure)
     if not agreed.phases:
         raise ValueError('an agreement needs a phase: what is to be trained?')
     for phase in agreed.phases:
@@ -111,6 +118,8 @@ def checked(agreed: Agreement) -> list[Shapes]:
         checks.kind('algorithm', phase.algorithm, Algorithm)
         checks.key('key', phase.key)
         checks.whole('rounds', phase.rounds)
+        if not isinstance(phase.name, str) or any(c in phase.name for c in '/\\\0'):
+            raise ValueError(f'name must be one of a folder, such as "train", not {checks.shown(phase.name)}')
         if phase.cohort is not None:
             checks.whole('cohort', phase.cohort)
             if phase.cohort > agreed.clients:
