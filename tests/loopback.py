@@ -18,6 +18,7 @@ from fedjax_nc.base import FederatedData
 from fedjax_nc.data import federate
 
 SERVER = 1
+TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = SERVER  # without which no message can be made
 
 
 def context(node: int, **config: Any) -> Context:
@@ -32,7 +33,6 @@ class Loopback(Grid):
     """
 
     def __init__(self, apps: list[ClientApp], change: Callable[[int, Message, Message], Message | None] | None = None):
-        TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = SERVER
         self.apps = {101 + i: app for i, app in enumerate(apps)}
         self.contexts = {node: context(node) for node in self.apps}
         self.change = change or (lambda node, message, reply: reply)
