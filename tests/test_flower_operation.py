@@ -112,6 +112,18 @@ def test_sites_test_the_state_after_every_second_round_and_the_last(data, tmp_pa
         assert saving.load(path, FEDAVG).about['last_round'] == 3
 
 
+@pytest.mark.parametrize('name', ['round', 'loss', 'sites', 'accuracy'])
+def test_what_is_measured_does_not_stand_in_the_place_of_what_rows_say(data, tmp_path, name):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
+    with pytest.raises(ValueError, match=f"'{name}' is what rows say themselves"):
+        deploy(
+            agreed,
+            Loopback(sites(agreed, data, tmp_path)),
+            tmp_path / 'server',
+            measure=lambda number, state: {'other': 1, name: 0.0},
+        )
+
+
 def test_a_server_that_is_done_hands_the_model_to_who_was_away(data, tmp_path):
     agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)
     found = []

@@ -23,6 +23,9 @@ from fedjax_nc.flower import _plan, _secure, _sites, _wire
 from fedjax_nc.flower._plan import Agreement, Phase
 from fedjax_nc.training import DivergedError
 
+TESTED = 'tested', 'accuracy', 'personal_accuracy'
+"""What rows say of the tests of sites."""
+
 
 class Patience(NamedTuple):
     """How long a server waits, in seconds."""
@@ -182,7 +185,12 @@ def run(
                 # Of a round done again the last line holds.
                 _checkpoints.append(out / folder / 'sites.jsonl', json.dumps(about))
                 if measure is not None:
-                    row |= {name: float(u) for name, u in measure(number, State(state, ())).items()}
+                    found = {name: float(u) for name, u in measure(number, State(state, ())).items()}
+                    if taken := sorted({*found} & {*row, *TESTED}):
+                        raise ValueError(
+                            f'{taken[0]!r} is what rows say themselves: give that number of measure another name'
+                        )
+                    row |= found
                 if t + 1 == phase.rounds or (evaluate_every is not None and (t + 1) % evaluate_every == 0):
                     row |= server.tested(asking._replace(round=t + 2, server=state))
                 history.append(row)
