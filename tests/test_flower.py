@@ -305,7 +305,7 @@ class TestSecure:
             (0.9, 5, 5),
             (0.75, 3, 3),
             (0.6, 5, 3),
-            (0.55, 20, 11),
+            (0.56, 25, 14),
         ]:
             assert _secure.threshold(flower.Secure(threshold=share), there) == least
 

@@ -991,12 +991,16 @@ def test_what_is_summed_is_what_those_who_stayed_have_sent(hidden, tmp_path):
     """Their numbers of examples, for one, by which a mean divides."""
     agreed, there, _ = hidden
     for stage, names in ((Stage.COLLECT_MASKED_VECTORS, [0, 1, 3]), (Stage.UNMASK, [0, 1, 2, 3])):
-        server = begun(agreed, Loopback(there, meddling(stage, failing('no'))), tmp_path)
+        grid = Loopback(there, meddling(stage, failing('no')))
+        server = begun(agreed, grid, tmp_path)
         answers = server.ask(asking(server))
         assert answers.there == names
         assert float(answers.summed['delta'][1]) == pytest.approx(sum(SIZES[k] for k in names), rel=1e-5)
         assert (answers.told['sites'], answers.told['refused']) == (len(names), 1)
-        assert answers.told['bytes_up'] == len(names) * _secure.size(_secure.length(agreed, 0, server.kinds[0].message))
+        sent = [m.content.config_records.get(RECORD_KEY_CONFIGS, {}) for m in grid.log if not m.has_error()]
+        vectors = [said[Key.MASKED_PARAMETERS] for said in sent if Key.MASKED_PARAMETERS in said]
+        assert len(vectors) == len(names)
+        assert answers.told['bytes_up'] == sum(len(v) - 128 for said in vectors for v in said)  # NumPy's header
 
 
 def test_a_site_that_takes_the_keys_of_another_is_not_in_the_sum(hidden, tmp_path):
