@@ -207,6 +207,7 @@ def test_both_ends_have_a_record_of_what_was_sent(data, tmp_path):
     assert (second['sites'], second['away']) == ([0], [1, 2])
     assert second['refused'] == ['site 1 answers with an error: the disk is full']
     assert [set(first[name]) for name in ('bytes_up', 'bytes_down', 'seconds')] == [{'0', '1', '2'}] * 3
+    assert rows[1]['bytes_down'] < 0.6 * rows[0]['bytes_down']  # what first states are made of travels once
     assert set(second['bytes_up']) == set(second['seconds']) == {'0'}
     for row, said in zip(rows, (first, second), strict=True):
         assert (sum(said['bytes_up'].values()), len(said['refused'])) == (row['bytes_up'], row['refused'])
