@@ -216,6 +216,7 @@ def test_half_of_the_bytes(data, tmp_path):
     matrices = sum(4 * u.size for u in jax.tree.leaves(a.server.variables.params) if u.ndim > 1)
     assert 0 < matrices < body - 16  # biases and the info travel whole
     assert b.row['bytes_up'] / 5 == arrays * header + body - matrices / 2
+    assert b.row['bytes_down'] == a.row['bytes_down'] - 5 * matrices / 2
     assert 0 < apart(a.server, b.server) < 0.02
 
 
@@ -331,6 +332,8 @@ class TestSecure:
         assert all(not array.numpy().any() for record in told for array in record.values())
         for k, held in enumerate(states(agreed, data, tmp_path, 1)):  # they were tuned all the same
             assert held is not None, k
+            noted = [json.loads(line) for line in (tmp_path / f'site-{k}/sent.jsonl').read_text().splitlines()]
+            assert not any('loss' in row for row in noted)
 
     @pytest.mark.slow
     def test_state_stays_at_sites(self, data, tmp_path):

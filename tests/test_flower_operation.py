@@ -13,6 +13,7 @@ import pytest
 import toys
 from flwr.app import Error, Message
 from loopback import Loopback, agreement, deploy, own, serve, sites, told
+from test_contract import ALGORITHMS
 
 from fedjax_nc import evaluate, flower, local, privacy, saving, simulate, training
 from fedjax_nc.algorithms import fedavg, fednh, fedper, finetune, latest, scaffold
@@ -104,6 +105,7 @@ def test_sites_test_the_state_after_every_second_round_and_the_last(data, tmp_pa
         agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server', evaluate_every=2, measure=measure
     )
     assert ['tested' in s.row for s in seen] == [False, True, True]
+    assert not any('personal_accuracy' in s.row for s in seen)  # nobody has a model of its own
     assert [(s.row['number'], s.row['after']) for s in seen] == [(0, 1), (0, 2), (0, 3)]
     table = evaluate.per_client(FEDAVG, State(seen[1].server, ()), data).sum(0)
     assert seen[1].row['accuracy'] == pytest.approx(np.trace(table) / table.sum())
@@ -122,6 +124,14 @@ def test_what_is_measured_does_not_stand_in_the_place_of_what_rows_say(data, tmp
             tmp_path / 'server',
             measure=lambda number, state: {'other': 1, name: 0.0},
         )
+
+
+def test_where_no_model_is_for_everybody_accuracy_is_that_of_each_ones_own(data, tmp_path):
+    agreed = agreement([flower.Phase(ALGORITHMS['solo'], ROUNDS)], data)
+    (seen,) = deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server')
+    assert 'accuracy' not in seen.row
+    assert 0 <= seen.row['personal_accuracy'] <= 1
+    assert not (tmp_path / 'server/0-train/model.safetensors').exists()
 
 
 def test_a_server_that_is_done_hands_the_model_to_who_was_away(data, tmp_path):
