@@ -568,6 +568,49 @@ def test_those_who_are_late_have_no_longer_than_a_round(data):
     assert time.monotonic() - began < 30
 
 
+def test_a_silent_node_holds_up_the_beginning_no_longer_than_a_hello(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)._replace(clients=1)
+    grid = Canned({11: hello(agreed), 12: hello(agreed)})
+    grid.change = lambda node, message, reply: None if node == 12 else reply
+    began = time.monotonic()
+    _sites.Sites(grid, agreed, tmp_path / 'sites.json', None).gather(1, 60.0, 0.2)
+    assert time.monotonic() - began < 30
+
+
+def test_the_beginning_waits_for_more_than_the_least(data, tmp_path):
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS)], data)._replace(clients=2)
+    grid = Canned({11: hello(agreed)})
+    sites = _sites.Sites(grid, agreed, tmp_path / 'sites.json', None)
+    looks = []
+
+    def comes():
+        looks.append(True)
+        if len(looks) == 3:
+            grid.apps[12], grid.contexts[12] = hello(agreed, client=1, size=7), None
+        return list(grid.apps)
+
+    grid.get_node_ids = comes
+    with pytest.warns(UserWarning, match='1 of 2 sites are there, and 1 not'):
+        sites.gather(1, 5.0)
+    assert sites.first.tolist() == [24, 7]
+
+
+def test_sites_begin_a_phase_with_what_was_before_it(data, tmp_path):
+    def enter(stage, key, state, data):
+        v = state.server.variables
+        params = jax.tree.map(lambda u: u + 1, v.params)
+        return simulate.join(stage, key, state.server._replace(variables=v._replace(params=params)), data.num_clients)
+
+    agreed = agreement([flower.Phase(FEDAVG, ROUNDS), flower.Phase(FEDAVG, ROUNDS, enter=enter)], data)
+    grid = Canned({11 + k: hello(agreed, client=k, size=SIZES[k]) for k in range(4)})
+    server = begun(agreed, grid, tmp_path)
+    before, begin = server.begin(0, None)
+    assert apart(begin, before) == 0.0
+    state, begin = server.begin(1, before)
+    assert apart(begin, before) == 0.0
+    assert apart(state, before) > 0.1
+
+
 @pytest.fixture
 def server(data, tmp_path):
     """A server of four sites whose answers are canned."""

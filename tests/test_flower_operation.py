@@ -466,6 +466,9 @@ def test_who_never_took_part_has_no_personal_accuracy(data, tmp_path):
     own = tables[took].sum(0)
     np.testing.assert_allclose(row['personal_accuracy'], np.trace(own) / own.sum(), atol=1e-6)
     assert row['tested'] == tables.sum()
+    generic = evaluate.generic(kept, State(run.state.server, ()), data.x, data.y, data.num_classes)
+    assert row['accuracy'] == pytest.approx(float(evaluate.accuracy(generic)))
+    assert row['accuracy'] != row['personal_accuracy']
 
 
 @pytest.mark.filterwarnings('ignore::UserWarning')
