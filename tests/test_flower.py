@@ -350,8 +350,8 @@ class TestSecure:
 
     @pytest.mark.filterwarnings('ignore:round 1')
     def test_messages_beyond_the_limit_are_not_sent(self, data, tmp_path):
-        algorithm = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
-        agreed = agreement([self.phase(algorithm)], data, secure=flower.Secure(limit=1e-3))
+        algorithm = fedavg.algorithm(toys.task, local.sgd(100.0), plan=toys.PLAN)
+        agreed = agreement([self.phase(algorithm)], data, secure=flower.Secure(limit=1.0))
         with pytest.raises(RuntimeError, match='round 1'):
             deploy(agreed, Loopback(sites(agreed, data, tmp_path)), tmp_path / 'server', flower.Patience(2, None, 2))
 
@@ -361,7 +361,8 @@ class TestSecure:
             (flower.Secure(threshold=0.5), 'half of the sites'),
             (flower.Secure(least=6), 'no sum of 6'),
             (flower.Secure(levels=2**31), 'fewer levels'),
-            (flower.Secure(limit=0), 'limit'),
+            (flower.Secure(limit=0), 'limit must be positive'),
+            (flower.Secure(limit=0.9), "limit must be at least 1, not 0.9: phase '.*' sends what a message weighs"),
             (flower.Secure(least=1), 'least must be at least 2'),
             (flower.Secure(levels=1), 'levels must be at least 2'),
         ],

@@ -181,6 +181,18 @@ def _securable(agreed: Agreement, secure: Secure, found: list[Shapes]) -> None:
                 f"the aggregator of phase '{phase.name}' looks at every message, as medians and calibration do, and "
                 'secure aggregation shows sums alone: leave secure out, or take an aggregator that is a sum'
             )
+        if secure.limit < 1 and _weighs(phase.algorithm, kinds.message):
+            raise ValueError(
+                f"limit must be at least 1, not {secure.limit:g}: phase '{phase.name}' sends what a message weighs, "
+                'which is 1 of the largest site'
+            )
+
+
+def _weighs(algorithm: Algorithm, message: Tree) -> bool:
+    """Whether something goes into the sum beside the message: it is there where that is zero."""
+    nothing = jax.tree.map(lambda u: jnp.zeros((1, *u.shape), u.dtype), message)
+    summand = algorithm.aggregate.partial(nothing, jnp.ones(1), jnp.zeros(1, jnp.int32), 1)
+    return any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(summand))
 
 
 def partial_shapes(algorithm: Algorithm, message: Tree, cohort: int) -> Tree:
