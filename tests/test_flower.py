@@ -14,7 +14,7 @@ from test_contract import ALGORITHMS
 from fedjax_nc import aggregators, evaluate, flower, local, privacy, saving, simulate, training, tree
 from fedjax_nc.algorithms import ccvr, ditto, fedavg, fedetf, fedloge, finetune, scaffold
 from fedjax_nc.base import State
-from fedjax_nc.flower import _plan, _secure, _server, _site
+from fedjax_nc.flower import _plan, _rounds, _secure, _site
 
 SIZES = (40, 7, 61, 23, 90)
 ROUNDS, TUNE = jax.random.key(1), jax.random.key(2)
@@ -405,7 +405,7 @@ class TestSecure:
         )
         ids = np.array([0, 5, 2], np.int32)  # the second one of three is away
         blank = _plan.blank(agreement([self.phase(told)], data), data.size)
-        key, found = _server.unseen_step(self.phase(told))(TUNE, (), blank, ids, jnp.ones(3))
+        key, found = _rounds.unseen_step(self.phase(told))(TUNE, (), blank, ids, jnp.ones(3))
         assert [float(u) for u in found] == [40 + 61, 2, 3]
         assert (jax.random.key_data(key) == jax.random.key_data(TUNE)).all()
 

@@ -23,7 +23,7 @@ import fedjax_nc
 from fedjax_nc import flower, simulate
 from fedjax_nc.algorithms import fedavg, scaffold
 from fedjax_nc.base import Info
-from fedjax_nc.flower import _plan, _secure, _server, _site, _sites, _wire
+from fedjax_nc.flower import _plan, _rounds, _secure, _site, _sites, _wire
 
 SIZES = (24, 24, 24, 40)
 BAD = 2  # the site that lies
@@ -266,7 +266,7 @@ def begun(agreed, grid, out, patience=PATIENCE, most=1e30, least=1, there=4):
     out.mkdir(exist_ok=True)
     sites = _sites.Sites(grid, agreed, out / 'sites.json', None)
     sites.gather(there, 1.0 if there == 4 else 0.05)
-    return _server.Server(grid, context(1), agreed, _plan.checked(agreed), sites, patience, least, most)
+    return _rounds.Server(grid, context(1), agreed, _plan.checked(agreed), sites, patience, least, most)
 
 
 @pytest.fixture(scope='module')
@@ -287,7 +287,7 @@ def played(data, tmp_path_factory):
             warnings.simplefilter('always')
             for t in range(len(ORDER)):
                 key = jax.random.fold_in(ROUNDS, t)
-                answers = server.ask(_server.Asking(0, t + 1, key, state, [begin], [accepted]))
+                answers = server.ask(_rounds.Asking(0, t + 1, key, state, [begin], [accepted]))
                 state, loss, finite = step(key, state, answers)
                 assert finite
                 accepted[answers.there] = t + 1
@@ -344,13 +344,13 @@ def test_a_lying_count_moves_the_loss_that_is_shown_and_no_model(data, tmp_path)
         return Info(np.float32(loss), *np.array([1, n, 24], 'i4'), loops=np.array([16, 8], 'i4'))
 
     messages = [send() for _ in SIZES]
-    step = _server.seen_step(phase)
+    step = _rounds.seen_step(phase)
     losses, servers = [], []
     for lie in (24, 2**31 - 1):
         told_ = [info(9.0 if k == BAD else 1.0, lie if k == BAD else 24) for k in range(4)]
-        replies = _server.stacked([_server.Reply(m, i) for m, i in zip(messages, told_, strict=True)], kinds)
+        replies = _rounds.stacked([_rounds.Reply(m, i) for m, i in zip(messages, told_, strict=True)], kinds)
         key = jax.random.key(3)
-        own = _server.own_key(key, secret=False)
+        own = _rounds.own_key(key, secret=False)
         after, report = step(key, own, server, blank, np.arange(4, dtype=np.int32), replies)
         assert bool(report.finite)
         losses.append(float(report.loss))
@@ -647,7 +647,7 @@ def test_who_comes_later_takes_part_if_the_first_state_does_not_count_sites(algo
 
 def asking(server, round=1, counted=None):
     state, begin = server.begin(0, None)
-    return _server.Asking(0, round, ROUNDS, state, [begin], [np.zeros(4, int) if counted is None else counted])
+    return _rounds.Asking(0, round, ROUNDS, state, [begin], [np.zeros(4, int) if counted is None else counted])
 
 
 def found(**changes):
@@ -1100,7 +1100,7 @@ def once(agreed, there, change, out, grid=Loopback, **options):
     server = begun(agreed, grid(there, change), out, **options)
     state, begin = server.begin(0, None)
     key = jax.random.fold_in(ROUNDS, 0)
-    answers = server.ask(_server.Asking(0, 1, key, state, [begin], [np.zeros(4, int)]))
+    answers = server.ask(_rounds.Asking(0, 1, key, state, [begin], [np.zeros(4, int)]))
     if answers.missing:
         return answers.missing, []
     ids = np.where(np.isin(answers.ids, answers.there), answers.ids, 4).astype(np.int32)
@@ -1133,7 +1133,7 @@ def test_a_server_that_wants_all_sites_sees_no_sum_of_fewer(hidden, tmp_path, st
     assert once(agreed, there, None, tmp_path / 'all', least=4)[1] == [0, 1, 2, 3]
 
 
-UNSEEN = _server.unseen_step(flower.Phase(FEDAVG, ROUNDS, 1))
+UNSEEN = _rounds.unseen_step(flower.Phase(FEDAVG, ROUNDS, 1))
 
 SPOILS = {
     'shares that cannot be read': (

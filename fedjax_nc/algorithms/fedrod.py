@@ -114,9 +114,9 @@ def algorithm(
       client_opt: of body and generic head; published: `local.sgd(0.01, weight_decay=1e-5, decay=0.99, clip=10.0)`.
       personal: form of the personal head, `linear()` or `hyper()`; published: `hyper()` for CIFAR.
       personal_opt: of the personal head.
-      separate: whether the personal head is trained after the others, as in FedNH's tables, on the final features, which
-        are made once, in evaluation mode and without augmentation (that code augments); or beside them, each batch on
-        the features before the step, and the reported loss is the sum.
+      separate: whether the personal head is trained after the others, as in FedNH's tables, on the final features,
+        which are made once, in evaluation mode and without augmentation (that code augments); or beside them, each
+        batch on the features before the step, and the reported loss is the sum.
       personal_epochs: epochs of that separate phase; by default those of the plan.
       head: the generic head.
       absent: what a class that a client lacks counts as in the balanced loss; see `losses.balanced_softmax`.

@@ -19,7 +19,8 @@ except ImportError as error:
     raise ImportError("fedjax_nc.flower needs Flower: pip install 'fedjax_nc[flower]'") from error
 
 from fedjax_nc.flower._plan import Agreement, Phase, Secure, join
-from fedjax_nc.flower._server import Patience, server_app
+from fedjax_nc.flower._rounds import Patience
+from fedjax_nc.flower._server import server_app
 from fedjax_nc.flower._site import Site, client_app
 from fedjax_nc.flower._wire import WireError
 
