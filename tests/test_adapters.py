@@ -3,6 +3,7 @@
 import functools
 
 import equinox as eqx
+import flax.errors
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -16,6 +17,7 @@ from fedjax_nc import aggregators, evaluate, heads, local, losses, models, simul
 from fedjax_nc.algorithms import fedavg, fedbn, fedetf
 from fedjax_nc.base import Batch
 from fedjax_nc.data import federate
+from fedjax_nc.models import adapter
 from fedjax_nc.objective import objective
 
 KEY, RATE = jax.random.key(0), 0.5
@@ -259,6 +261,31 @@ def test_makers_are_called_as_they_ask():
             assert model.features(first, (), X, None, key)[0].shape == (6, 3)
 
 
+class Forgetful(eqx.Module):
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.norm = eqx.nn.BatchNorm(3, 'batch', mode='batch')
+
+    def __call__(self, x):
+        return x
+
+
+class Stateless(eqx.Module):
+    def __call__(self, x, state):
+        return x, state
+
+
+class Ordered(eqx.Module):
+    order: jax.Array
+
+    def __init__(self, key):
+        self.order = jnp.arange(3)
+
+    def __call__(self, x):
+        return x[self.order]
+
+
 @pytest.mark.parametrize(
     ('adapt', 'given', 'message'),
     [
@@ -271,6 +298,9 @@ def test_makers_are_called_as_they_ask():
         (models.from_equinox, lambda key: 3, 'it made 3'),
         (models.from_equinox, lambda key: Equinox(key, axis='rows'), "the axis name 'batch', not 'rows'"),
         (models.from_equinox, eqx.nn.make_with_state(Equinox)(KEY)[0], 'came from eqx.nn.make_with_state'),
+        (models.from_equinox, Forgetful, 'a module with state takes and returns it'),
+        (models.from_equinox, Stateless(), 'a module with state takes and returns it'),
+        (models.from_equinox, Ordered, 'holds 1 arrays that are no floats'),
         (models.from_haiku, hk.transform(lambda x: x), 'what was given to hk.transform'),
         (models.from_haiku, hk.Linear, 'must build its modules'),
         (models.from_haiku, 3, 'must build its modules'),
@@ -470,6 +500,18 @@ def test_batchnorm_of_linen_may_be_derived_from_and_called_by_name(norm, by_name
     leaves_no_trace(models.from_flax(Net(), classifier='top'))
 
 
+def test_batchnorm_of_linen_that_has_a_mask_of_its_own_keeps_it():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.BatchNorm(use_running_average=not train, momentum=0.0)(x, mask=x > 0)
+
+    model = models.from_flax(Net())
+    _, new = model.features(*model.init(KEY, X), X, jnp.arange(6) < 4, KEY)
+    want = [np.mean(column[column > 0]) for column in np.asarray(X).T]
+    np.testing.assert_allclose(new['BatchNorm_0']['mean'], want, rtol=1e-5)
+
+
 class Jitted(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(toys.DIM, rngs=rngs)
@@ -566,6 +608,28 @@ def test_dropout_finds_its_key(model):
     assert (np.asarray(model.features(params, stats, X, None, KEY)[0]) == 0).any()
 
 
+class Pair(nnx.Module):
+    """Two streams of random numbers."""
+
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Dropout(RATE, rngs=nnx.Rngs(rngs())), nnx.Dropout(RATE, rngs=nnx.Rngs(rngs()))
+
+    def __call__(self, x):
+        return self.first(x) * self.second(x)
+
+
+@pytest.mark.parametrize(('module', 'layers'), [(Pair, 2), (Scanned, 3)])
+def test_layers_of_nnx_draw_apart(module, layers):
+    z, _ = models.from_nnx(module).features({}, (), jnp.ones((50, 40)), None, KEY)
+    np.testing.assert_allclose((np.asarray(z) > 0).mean(), 0.5**layers, atol=0.05)
+
+
+def test_each_example_of_equinox_has_its_own_noise():
+    model = models.from_equinox(eqx.nn.Sequential([eqx.nn.Dropout(RATE)]))
+    z, _ = model.features({}, (), jnp.ones((6, 20)), None, KEY)
+    assert len({tuple(row) for row in np.asarray(z).tolist()}) == 6
+
+
 def eqx_sequence(key):
     return eqx.nn.Sequential([eqx.nn.Linear(toys.DIM, 4, key=key), eqx.nn.Dropout(0.0), eqx.nn.Linear(4, 5, key=key)])
 
@@ -576,13 +640,13 @@ def eqx_sequence(key):
         lambda: models.from_flax(nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(5)]), classifier='layers_2'),
         lambda: models.from_nnx(
             lambda rngs: nnx.Sequential(nnx.Linear(toys.DIM, 4, rngs=rngs), nnx.relu, nnx.Linear(4, 5, rngs=rngs)),
-            classifier='layers.2',
+            classifier='layers.-1',
         ),
         lambda: models.from_nnx(
             lambda rngs: nnx.Sequential(nnx.BatchNorm(toys.DIM, rngs=rngs), nnx.Linear(toys.DIM, 4, rngs=rngs))
         ),
         lambda: models.from_equinox(eqx_sequence, classifier='layers.2'),
-        lambda: models.from_equinox(eqx_sequence(KEY), classifier='layers.2'),
+        lambda: models.from_equinox(eqx_sequence(KEY), classifier='layers.-1'),
     ],
     ids=['linen', 'nnx', 'nnx, norm', 'equinox', 'equinox, given'],
 )
@@ -654,3 +718,61 @@ def test_counters_of_linen_are_means_of_clients():
     steps = found.server.variables.stats['steps']
     assert steps.dtype == jnp.float32
     np.testing.assert_allclose(steps, 2 * (1 * 10 + 2 * 20 + 3 * 30) / 60, rtol=1e-6)
+
+
+class Masks(nn.Module):
+    def __call__(self, x, mask):
+        return x * mask[:, None]
+
+
+class MasksOfNnx(nnx.Module):
+    def __call__(self, x, mask):
+        return x * mask[:, None]
+
+
+@pytest.mark.parametrize(
+    'model',
+    [
+        lambda: models.from_flax(Masks()),
+        lambda: models.from_nnx(MasksOfNnx()),
+        lambda: models.from_haiku(lambda x, mask: x if mask is None else x * mask[:, None]),
+        lambda: models.from_functions(lambda key, x: {}, lambda params, x, mask: x * mask[:, None]),
+    ],
+    ids=['linen', 'nnx', 'haiku', 'functions'],
+)
+def test_the_mask_is_told_in_training_and_evaluation(model):
+    model, mask = model(), jnp.arange(6) < 4
+    for key in (None, KEY):
+        np.testing.assert_array_equal(model.features({}, (), X, mask, key)[0], X * mask[:, None])
+
+
+def test_what_takes_any_name_is_told_the_mask_and_whether_it_trains():
+    met = []
+    model = models.from_functions(lambda key, x: {}, lambda params, x, **how: met.append(how) or x)
+    for key in (None, KEY):
+        model.features({}, (), X, None, key)
+    assert met == [{'mask': None, 'train': False}, {'mask': None, 'train': True}]
+
+
+def test_what_is_told_is_taken_by_name():
+    with pytest.raises(ValueError, match=r'does not take train by name: write it as \(x, \*, train=None\)'):
+        models.from_functions(lambda key, x: {}, lambda params, x, train, /: x)
+
+
+def test_counters_and_flags_are_rounded():
+    stats, like = {'n': jnp.float32(2.7), 'on': jnp.float32(0.3)}, {'n': jnp.int32(0), 'on': jnp.array(True)}
+    found = adapter.as_state(stats, like)
+    assert (found['n'], found['n'].dtype, found['on'], found['on'].dtype) == (3, jnp.int32, False, jnp.bool_)
+
+
+def test_a_fault_of_linen_in_training_is_shown_as_it_is():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            if train:
+                self.put_variable('params', 'bias', 0.0)
+            return x + self.param('bias', nn.initializers.zeros, ())
+
+    model = models.from_flax(Net())
+    with pytest.raises(flax.errors.ModifyScopeVariableError):
+        model.features(*model.init(KEY, X), X, None, KEY)

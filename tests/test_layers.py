@@ -23,15 +23,18 @@ from fedjax_nc.models.convolution import (
     conv_patches,
     conv_sequential,
 )
+from fedjax_nc.models.mobilenet import Depthwise
 
 FORMS = [conv_patches, conv_grouped, conv_sequential, conv_onednn, conv_by_platform]
 GEOMETRIES = [  # image, kernel, strides, padding
     ((7, 6), (1, 1), (1, 1), 'SAME'),
     ((7, 6), (1, 1), (2, 2), 'VALID'),
     ((8, 9), (1, 1), (2, 3), 'VALID'),
+    ((7, 6), (1, 1), (2, 2), [(1, 0), (1, 2)]),
     ((7, 6), (3, 3), (1, 1), 'SAME'),
     ((8, 8), (3, 3), (2, 2), [(1, 1), (1, 1)]),
     ((9, 7), (3, 3), (2, 3), 'SAME'),
+    ((8, 5), (3, 3), (2, 2), 'SAME'),  # more below than above
     ((9, 8), (3, 3), (3, 3), 'VALID'),
     ((7, 9), (5, 5), (1, 1), 'SAME'),
     ((7, 8), (2, 2), (1, 1), 'SAME'),
@@ -154,11 +157,16 @@ def test_precision_and_type_are_taken_as_xla_takes_them(conv, precision):
     x, k = normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 4)
     options = {'dimension_numbers': LAYOUT, 'preferred_element_type': jnp.float32}
 
+    how = {'window_strides': (1, 1), 'padding': 'SAME', 'precision': precision, **options}
+
     def both(form):
-        called = functools.partial(form, window_strides=(1, 1), padding='SAME', precision=precision, **options)
+        called = functools.partial(form, **how)
         return jax.jit(functools.partial(ones_back, called))(x, k)
 
     assert_close(both(conv), both(conv_native))
+    if conv in (conv_patches, conv_grouped, conv_sequential):
+        asked = str(jax.make_jaxpr(lambda x, k: ones_back(functools.partial(conv, **how), x, k))(x, k))
+        assert ('HIGHEST' in asked) == (precision is not None)
 
 
 @pytest.mark.parametrize('conv', FORMS)
@@ -174,8 +182,11 @@ def test_double_precision_is_kept(conv):
 def test_impossible_shapes_are_refused(conv):
     with pytest.raises(ValueError, match='channels'):
         run(conv, normal(0, 2, 6, 6, 3), normal(1, 3, 3, 2, 4))
-    with pytest.raises(ValueError, match='smaller than the kernel'):
-        run(conv, normal(0, 2, 2, 6, 3), normal(1, 3, 3, 3, 4), padding='VALID')
+    for shape in ((2, 2, 6, 3), (2, 6, 2, 3)):
+        with pytest.raises(ValueError, match='smaller than the kernel'):
+            run(conv, normal(0, *shape), normal(1, 3, 3, 3, 4), padding='VALID')
+    with pytest.raises(ValueError, match=r'expected images \[B, H, W, I\]'):
+        run(conv, normal(0, 6, 6, 3), normal(1, 3, 3, 3, 4))
     with pytest.raises(ValueError, match='no negative padding'):
         run(conv, normal(0, 2, 6, 6, 3), normal(1, 3, 3, 3, 4), padding=[(0, 0), (1, -1)])
     with pytest.raises(TypeError, match='bfloat16 and float32'):
@@ -279,6 +290,23 @@ def test_only_gpus_take_pixels_as_channels(platform, folded):
         assert '8x2x' not in other
 
 
+@pytest.mark.parametrize(
+    ('width', 'kernel', 'sides', 'fold'),
+    [
+        (8, (3, 3, 16, 16), (1, 1), 4),
+        (8, (3, 3, 16, 32), (1, 1), 2),
+        (8, (3, 3, 64, 16), (1, 1), 1),  # of the wider side there are enough
+        (6, (3, 3, 16, 16), (1, 1), 2),
+        (7, (3, 3, 16, 16), (1, 1), 1),  # a row is cut into whole pieces
+        (8, (3, 7, 32, 32), (3, 3), 1),  # which see no farther than their neighbours
+        (8, (3, 3, 32, 32), (2, 0), 2),
+    ],
+)
+def test_pixels_are_taken_as_channels_where_rows_and_kernels_allow_it(width, kernel, sides, fold):
+    geometry = convolution.Geometry((2, 5, width, kernel[2]), kernel, (1, 1), ((1, 1), sides), None)
+    assert convolution._foldable(geometry, jnp.dtype('float32')) == fold
+
+
 @pytest.mark.parametrize(('platform', 'apart'), [('cuda', 0), ('tpu', 2)])
 def test_a_gpu_convolves_no_zeros_between_windows(platform, apart):
     """Of a strided input gradient, which its compiler would write out; a TPU's takes them as they are."""
@@ -315,6 +343,16 @@ def test_what_is_stored_is_what_it_was():
         assert text.count('stablehlo.divide') == divisions
 
 
+@pytest.mark.parametrize(('size', 'divisions'), [(3, 1), (1, 0)])
+def test_images_are_stored_for_the_backward_pass_on_cpus_unless_kernels_are_single_pixels(size, divisions):
+    x, k = normal(0, 2, 6, 6, 3), normal(1, size, size, 3, 4)
+    for conv in (conv_sequential, conv_by_platform):
+        program = jax.jit(value_and_gradients(conv, (1, 1), 'SAME')).trace(x, k)
+        for kind in ('cpu', 'cuda', 'tpu')[: 1 if conv is conv_sequential else 3]:
+            text = program.lower(lowering_platforms=(kind,)).as_text()
+            assert text.count('stablehlo.divide') == (divisions if kind == 'cpu' else 0)
+
+
 def test_a_cpu_makes_no_sum_of_residuals_again_and_writes_no_mean_as_large_as_images():
     """Each of the compiled operations reads three arrays of images at most, and one at least if it writes one."""
     net, x = models.ResNet(widths=(16,), blocks=(4,), norm='batch'), normal(0, 4, 8, 8, 3)
@@ -340,6 +378,7 @@ def test_compiler_options_are_those_of_the_default_backend(monkeypatch):
     assert not convolution._accepts((('xla_no_such_option', 'x'),))
     quick = convolution.compiler_options(once=True)
     assert options.items() < quick.items()
+    assert quick.keys() - options.keys() <= {'xla_cpu_use_fusion_emitters', 'xla_backend_optimization_level'}
     assert float(jax.jit(lambda x: x + 1, compiler_options=quick)(1.0)) == 2
     monkeypatch.setattr(convolution, '_QUICK', {'xla_no_such_option': False})  # as of another jaxlib
     assert convolution.compiler_options(once=True).items() == quick.items() - {('xla_cpu_use_fusion_emitters', False)}
@@ -372,6 +411,13 @@ def test_both_ways_to_sum_the_kept_rows_agree(shape):
     for form in (layers._kept_sums, layers._sums_of_kept):
         for found, right in zip(form(x, keep, near), expected, strict=True):
             np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
+    norm, images = layers.BatchNorm(), 'x'.join(map(str, shape))
+    variables = norm.init(jax.random.key(0), x)
+    chosen = jax.jit(lambda x: norm.apply(variables, x, keep, mutable=['batch_stats'])).trace(x)
+    texts = [chosen.lower(lowering_platforms=(kind,)).as_text() for kind in ('cpu', 'cuda', 'tpu')]
+    whole = [len(re.findall(rf'stablehlo.select.*tensor<{images}xf32>$', text, re.MULTILINE)) for text in texts]
+    assert whole[0] == whole[1]
+    assert (whole[2] > whole[0]) == (len(shape) == 4)
 
 
 def test_tiles_are_the_same_in_float32():
@@ -380,6 +426,12 @@ def test_tiles_are_the_same_in_float32():
     for found, expected in zip(layers._largest_in_float32(x, 2), layers._largest(x, 2), strict=True):
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+    program = jax.jit(lambda x: layers.max_pool(x, 2)).trace(x)
+    for kind in ('cpu', 'cuda', 'tpu'):
+        found = re.findall(
+            r'stablehlo.maximum.*x(\w+)>$', program.lower(lowering_platforms=(kind,)).as_text(), re.MULTILINE
+        )
+        assert set(found) == {'f32' if kind == 'tpu' else 'bf16'}
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
@@ -427,9 +479,9 @@ def test_max_pool_shows_nan_and_keeps_the_type():
 
 
 def test_global_average_pool_sums_in_float32():
-    y = layers.global_average_pool(jnp.full((1, 64, 64, 2), 1.0, jnp.bfloat16))
+    y = layers.global_average_pool(jnp.ones((1, 64, 64, 2), jnp.bfloat16).at[0, 0, 0].set(2))
     assert y.dtype == jnp.float32
-    np.testing.assert_allclose(y, 1.0)
+    np.testing.assert_allclose(y, 1 + 1 / 64**2, rtol=1e-6)
 
 
 @pytest.mark.parametrize('real', [1, 3, 5])
@@ -480,7 +532,7 @@ def test_rows_without_an_image_lose_no_digits_in_the_first_step_either(rows):
 
 
 def test_a_constant_has_no_variance_below_zero():
-    x = jnp.full((64, 6, 6, 2), 1234.567)
+    x = jnp.broadcast_to(jnp.linspace(100, 5000, 99), (64, 6, 6, 99))  # some sums of which are rounded up
     y, new = layers.BatchNorm().apply(layers.BatchNorm().init(jax.random.key(0), x), x, mutable=['batch_stats'])
     assert bool(jnp.all(jnp.isfinite(y)))
     assert float(jnp.min(new['batch_stats']['var'])) >= 0
@@ -499,6 +551,49 @@ def test_batch_norm_gradient_ignores_padding():
     got = jax.grad(loss)(x.at[3:].set(1e6), mask)
     np.testing.assert_allclose(got[:3], jax.grad(loss)(x[:3], None), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(got[3:], 0)
+
+
+@pytest.mark.parametrize('shape', [(4, 2, 3, 2), (5, 3)])
+def test_batch_norm_has_the_gradients_of_its_formula(shape):
+    """Beside differences in NumPy; rows that are left out are normalised, too."""
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=shape), rng.uniform(0.5, 2, shape[-1]), rng.normal(size=shape[-1])]
+    g, keep, h = rng.normal(size=shape), np.arange(len(given[0])) != 1, 1e-6
+    norm = layers.BatchNorm()
+    rest = norm.init(jax.random.key(0), given[0])
+
+    def value(x, scale, bias):
+        rows = x[keep].reshape(-1, shape[-1])
+        return np.sum(g * ((x - rows.mean(0)) / np.sqrt(rows.var(0) + 1e-5) * scale + bias))
+
+    def loss(x, scale, bias):
+        y, _ = norm.apply(rest | {'params': {'scale': scale, 'bias': bias}}, x, keep, mutable=['batch_stats'])
+        return jnp.sum(g * y)
+
+    for i, got in enumerate(jax.grad(loss, (0, 1, 2))(*(jnp.asarray(u, jnp.float32) for u in given))):
+        want = np.zeros(given[i].shape)
+        for place in np.ndindex(want.shape):
+            ends = []
+            for step in (h, -h):
+                moved = [u.copy() for u in given]
+                moved[i][place] += step
+                ends.append(value(*moved))
+            want[place] = (ends[0] - ends[1]) / (2 * h)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_batch_norm_of_bfloat16_has_statistics_of_float32():
+    x = (normal(0, 300, 2, 2, 3) + 5).astype(jnp.bfloat16)
+    norm, rows = layers.BatchNorm(dtype=jnp.bfloat16), np.asarray(x, np.float64)
+    variables = norm.init(jax.random.key(0), x)
+    y, new = norm.apply(variables, x, mutable=['batch_stats'])
+    assert y.dtype == layers.BatchNorm(True, jnp.bfloat16).apply(variables, x).dtype == jnp.bfloat16
+    assert {u.dtype for u in jax.tree.leaves(new)} == {jnp.dtype('float32')}
+    np.testing.assert_allclose(new['batch_stats']['mean'], 0.1 * rows.mean((0, 1, 2)), rtol=1e-5)
+    want = 0.9 + 0.1 * rows.reshape(-1, 3).var(0, ddof=1)
+    np.testing.assert_allclose(new['batch_stats']['var'], want, rtol=1e-4)
+    dx = jax.grad(lambda x: jnp.sum(norm.apply(variables, x, mutable=['batch_stats'])[0].astype(jnp.float32)))(x)
+    assert dx.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize('real', [0, 1])
@@ -522,10 +617,17 @@ def test_batch_norm_evaluates_with_running_statistics():
     np.testing.assert_allclose(y, (x - 2) / np.sqrt(4 + 1e-5), rtol=1e-6)
 
 
-def test_initialisation_fills_the_range_of_pytorch():
-    layer = layers.Conv(64, 5, conv=conv_native)
-    params = layer.init(jax.random.key(0), jnp.zeros((1, 8, 8, 8)))['params']
-    bound = (5 * 5 * 8) ** -0.5
+@pytest.mark.parametrize(
+    ('layer', 'shape', 'inputs'),
+    [
+        (layers.Conv(64, 5, conv=conv_native), (1, 8, 8, 8), 5 * 5 * 8),
+        (layers.dense(64, 30, jnp.float32), (1, 30), 30),
+        (Depthwise(), (1, 8, 8, 32), 3 * 3),
+    ],
+)
+def test_initialisation_fills_the_range_of_pytorch(layer, shape, inputs):
+    params = layer.init(jax.random.key(0), jnp.zeros(shape))['params']
+    bound = inputs**-0.5
     for leaf in params.values():
         assert 0.9 * bound < float(jnp.max(jnp.abs(leaf))) <= bound
         assert abs(float(jnp.mean(leaf))) < 0.25 * bound
@@ -558,6 +660,7 @@ def test_a_small_dense_layer_has_the_derivatives_of_a_large_one(monkeypatch, lan
         each = functools.partial(derivatives) if lanes is None else jax.vmap(derivatives)  # traced anew
         return jax.jit(each)(w, x, v), str(jax.make_jaxpr(each)(w, x, v))
 
+    monkeypatch.setattr(layers, '_SMALL', 4 * 7 * 5)
     small, program = all_of_them()
     assert 'optimization_barrier' in program
     monkeypatch.setattr(layers, '_SMALL', 4 * 7 * 5 - 1)
@@ -603,6 +706,25 @@ def test_kernel_gradient_takes_every_image_whatever_the_batch(conv, batch, monke
     got = jax.grad(loss)(jnp.zeros((3, 3, 2, 3)))
     want = [[np.einsum('bhwi,bhwo->io', x[:, i : i + 2, j : j + 2], g) for j in range(3)] for i in range(3)]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_pieces_are_no_more_than_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(looped, 'FLOATS', 1)
+    geometry = looped.Geometry((300, 4, 4, 2), (3, 3, 2, 3), (1, 1), looped.NO_PADS, None)
+    x, g = jnp.zeros(geometry.image), jnp.zeros((300, 2, 2, 3))
+    by_library = functools.partial(looped._sums_by_library, geometry=geometry, devices=1)
+    by_xla = functools.partial(looped._sums_by_xla, geometry=geometry)
+    for form, operation in ((by_library, 'ffi_call['), (by_xla, 'conv_general_dilated[')):
+        assert str(jax.make_jaxpr(form)(x, g)).count(operation) == looped.PIECES
+
+
+@pytest.mark.parametrize('conv', [conv_sequential, conv_onednn])
+def test_pieces_of_bfloat16_are_added_in_float32(conv):
+    x = np.zeros((256, 3, 3, 2))
+    x[16::16], x[0] = 1, 256  # of which the first hides the others one by one
+    x, kernel = jnp.asarray(x, jnp.bfloat16), jnp.zeros((3, 3, 2, 3), jnp.bfloat16)
+    dk = jax.jit(jax.grad(lambda kernel: jnp.sum(run(conv, x, kernel, padding='VALID'))))(kernel)
+    np.testing.assert_array_equal(dk, jnp.bfloat16(256 + 15))
 
 
 def test_onednn_is_used_only_where_it_was_checked(monkeypatch):

@@ -1,6 +1,8 @@
 """Bodies: the published parameter counts and layers, masks, precision, evaluation mode."""
 
+import functools
 import itertools
+import re
 from collections import defaultdict
 
 import flax.linen as nn
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from fedjax_nc import data, heads, losses, models
+from fedjax_nc.base import Still
 from fedjax_nc.models import (
     CNN,
     MLP,
@@ -26,6 +29,7 @@ from fedjax_nc.models import (
     from_flax,
 )
 from fedjax_nc.models.mobilenet import Depthwise
+from fedjax_nc.models.resnet import normalisation
 from fedjax_nc.objective import objective
 
 KEY = jax.random.key(0)
@@ -129,9 +133,9 @@ def plain(padding, pooled, hidden, linear=0):
 
 def bottlenecks(x, take, normed):
     x = relu(normed(x, padding=1))
-    for stride in (1, 2):
-        y = relu(normed(relu(normed(x)), stride, padding=1))
-        x = relu(normed(y) + normed(x, stride))
+    for stride, widens in ((1, True), (2, True), (1, False)):
+        y = normed(relu(normed(relu(normed(x)), stride, padding=1)))
+        x = relu(y + (normed(x, stride) if widens else x))
     return x.mean((1, 2))
 
 
@@ -170,18 +174,23 @@ def drawn(model, x, *lead):
 @pytest.mark.parametrize(
     ('module', 'side', 'published'),
     [
+        (CNN(), 19, plain(0, [True, True, False], 1)),
+        (McMahanCNN(), 9, plain(2, [True, True], 1)),
         (Conv2Cifar(), 17, plain(0, [True, True], 2)),
         (MoonCNN(), 17, plain(0, [True, True], 3, 1)),
         (VGG11(), 32, plain(1, [True, True, False, True, False, True, False, True], 0)),
-        (ResNet((2, 3), (1, 1), bottleneck=True, norm='batch'), 5, bottlenecks),
+        (ResNet((2, 3), (1, 2), bottleneck=True, norm='batch'), 5, bottlenecks),
+        (ResNet((2, 4), (1, 2), bottleneck=True), 5, bottlenecks),
         (ResNet((2, 3), (1, 1), norm='batch', norm_blocks=False), 5, basic_blocks_without_norm),
         (MobileNetV2(**TINY_MOBILE), 5, inverted_residuals),
+        (MobileNetV2(**TINY_MOBILE | {'norm': 'group'}), 5, inverted_residuals),
     ],
 )
 def test_layers_are_the_published_ones_in_their_order(module, side, published):
     model, x = from_flax(module), images(0, 2, side)
     params, stats = drawn(model, x)
-    z, _ = jax.jit(model.features)(params, stats, x, None, None)
+    stats = {name: {**layer, 'var': layer['var'] / 30} for name, layer in stats.items()} if stats else stats
+    z, _ = jax.jit(model.features)(params, stats, x, None, None)  # of large activations, none of which is cut off
     numbers = defaultdict(itertools.count)
 
     def take(kind):
@@ -190,8 +199,12 @@ def test_layers_are_the_published_ones_in_their_order(module, side, published):
         return {field: value.astype(np.float64) for field, value in layer.items()}
 
     def normed(x, stride=1, padding=0, kind='Conv'):
-        x, norm = convolve(x, take(kind), stride, padding), take('BatchNorm')
-        return (x - norm['mean']) / np.sqrt(norm['var'] + 1e-5) * norm['scale'] + norm['bias']
+        x, norm = convolve(x, take(kind), stride, padding), take('BatchNorm' if stats else 'GroupNorm')
+        if stats:
+            return (x - norm['mean']) / np.sqrt(norm['var'] + 1e-5) * norm['scale'] + norm['bias']
+        halves = x.reshape(*x.shape[:3], 2, -1)
+        halves = (halves - halves.mean((1, 2, 4), keepdims=True)) / np.sqrt(halves.var((1, 2, 4), keepdims=True) + 1e-5)
+        return halves.reshape(x.shape) * norm['scale'] + norm['bias']
 
     want = published((np.asarray(x, np.float64) / 255 - 0.5) / 0.5, take, normed)
     assert sum(next(n) for n in numbers.values()) == len(params)  # no layer is left over
@@ -199,10 +212,39 @@ def test_layers_are_the_published_ones_in_their_order(module, side, published):
     assert np.abs(want).max() > 1e-3
 
 
+def test_group_norm_adds_what_pytorch_adds_to_variances():
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return normalisation('group', 1, jnp.float32, True, None)(x)
+
+    x = 0.003 * np.random.default_rng(0).normal(size=(1, 4, 4, 2)).astype(np.float32)
+    z, _ = Normed().init_with_output(KEY, x)
+    np.testing.assert_allclose(z, (x - x.mean()) / np.sqrt(x.var() + 1e-5), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('module', 'side'),
+    [
+        (CNN, 18), (McMahanCNN, 4), (Conv2Cifar, 16), (MoonCNN, 16), (VGG11, 32), (MLP, 4),
+        (functools.partial(ResNet, **TINY), 4), (functools.partial(MobileNetV2, **TINY_MOBILE), 4),
+    ],
+)  # fmt: skip
+def test_products_are_of_the_type_and_the_form_that_were_asked_for(module, side):
+    net = module(dtype=jnp.bfloat16, **({} if module is MLP else {'conv': models.conv_native}))
+    x = jax.ShapeDtypeStruct((2, side, side, 3), jnp.float32)
+    variables = jax.eval_shape(net.init, KEY, x)
+    text = str(jax.make_jaxpr(net.apply)(variables, x))
+    found = re.findall(r':(\w+)\[\S+ = (?:conv_general_dilated|dot_general)\[', text)
+    layers = [name for name in variables['params'] if name.startswith(('Conv', 'Dense'))]
+    assert found == ['bf16'] * len(layers)
+
+
 def test_vgg_starts_he_normal_by_fan_out_and_without_bias():
     for layer in from_flax(VGG11()).init(KEY, images(0, 1, 32))[0].values():
         np.testing.assert_array_equal(layer['bias'], 0)
         assert np.std(layer['kernel']) == pytest.approx((2 / (9 * layer['bias'].size)) ** 0.5, rel=0.05)
+        assert np.abs(layer['kernel']).max() > 3 * np.std(layer['kernel'])  # no tail is cut off
 
 
 def test_depthwise_equals_a_grouped_convolution():
@@ -355,6 +397,22 @@ def test_keys_reach_preprocessing_and_dropout():
     assert not np.any(z == 0)
 
 
+def test_augmentation_draws_by_itself_and_in_a_still_model_as_in_training():
+    seen = []
+
+    def noted(x, key):
+        seen.append(None if key is None else tuple(jax.random.key_data(key).tolist()))
+        return x
+
+    model = models.from_functions(lambda key, x: {}, lambda params, x, key: noted(x, key), noted)
+    for key in (KEY, Still(KEY)):
+        model.features({}, (), jnp.ones((2, 3)), None, key)
+    augment, noise, again, still = seen
+    assert (again, still) == (augment, None)
+    assert (model.augments, models.from_functions(lambda key, x: {}, lambda params, x: x).augments) == (True, False)
+    assert len({augment, noise, tuple(jax.random.key_data(KEY).tolist())}) == 3
+
+
 def test_bytes_are_scaled_and_floats_left_alone():
     np.testing.assert_allclose(models.scale_images(jnp.array([0, 51, 255], jnp.uint8)), [-1, -0.6, 1], atol=1e-6)
     x = jnp.array([0.3, 7.0], jnp.bfloat16)
@@ -371,6 +429,9 @@ def test_small_images_are_refused(module, side):
     jax.eval_shape(model.init, KEY, images(0, 1, side + 1))
     with pytest.raises(ValueError, match=f'at least {side + 1}x{side + 1}'):
         jax.eval_shape(model.init, KEY, images(0, 1, side))
+    for x in (images(0, 1, side + 1)[:, :, 1:], images(0, 1, side + 1)[..., 0]):
+        with pytest.raises(ValueError, match=f'at least {side + 1}x{side + 1}'):
+            jax.eval_shape(model.init, KEY, x)
 
 
 @pytest.mark.parametrize('module', [ResNet20, MobileNetV2])
