@@ -500,6 +500,19 @@ def test_batchnorm_of_linen_may_be_derived_from_and_called_by_name(norm, by_name
     leaves_no_trace(models.from_flax(Net(), classifier='top'))
 
 
+def test_what_a_layer_is_given_need_not_be_named_first():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.BatchNorm()(use_running_average=not train, x=x)
+
+    def function(x, is_training):
+        return hk.BatchNorm(True, True, 0.9)(is_training=is_training, inputs=x)
+
+    leaves_no_trace(models.from_flax(Net()))
+    leaves_no_trace(models.from_haiku(function))
+
+
 def test_batchnorm_of_linen_that_has_a_mask_of_its_own_keeps_it():
     class Net(nn.Module):
         @nn.compact

@@ -238,8 +238,10 @@ def entry(module: Any, sequential: type) -> Callable[..., Any]:
 
 
 def first(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a layer is given, by name or without."""
-    return args[0] if args else next(iter(kwargs.values()))
+    """What a layer is given, by name or without: of the names it need not be the first."""
+    if args:
+        return args[0]
+    return next((kwargs[name] for name in ('x', 'inputs') if name in kwargs), next(iter(kwargs.values())))
 
 
 def masked(kwargs: dict[str, Any], mask: Array | None, x: Array) -> dict[str, Any]:
