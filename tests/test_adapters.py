@@ -130,7 +130,8 @@ def test_padded_rows_leave_no_trace(name):
     if name != 'functions':
         biased = features(params, stats, padded, None, KEY)[1]
         assert any(jnp.abs(u - v).max() > 1e-3 for u, v in zip(*map(jax.tree.leaves, (new, biased)), strict=True))
-    close(features(params, new, X)[0], features(params, new, padded)[0][:6])
+    for keep in (None, mask):
+        close(features(params, new, X)[0], features(params, new, padded, keep)[0][:6])
     gradients = [
         jax.grad(lambda p, rows, keep: jnp.sum(model.features(p, stats, rows, keep, KEY)[0][:6] ** 2))(params, *given)
         for given in ((X, None), (padded, mask))
@@ -261,6 +262,11 @@ def test_makers_are_called_as_they_ask():
             assert model.features(first, (), X, None, key)[0].shape == (6, 3)
 
 
+class Bare(nnx.Module):
+    def __init__(self):
+        self.drop = nnx.Dropout(RATE)
+
+
 class Forgetful(eqx.Module):
     norm: eqx.nn.BatchNorm
 
@@ -291,6 +297,7 @@ class Ordered(eqx.Module):
     [
         (models.from_nnx, 3, 'must be an nnx.Module'),
         (models.from_nnx, lambda: 3, 'from `rngs`'),
+        (models.from_nnx, Bare, 'from `rngs`'),
         (models.from_nnx, lambda rngs: 3, 'it made 3'),
         (models.from_nnx, nn.Dense(3), 'must be an nnx.Module'),
         (models.from_equinox, 'MLP', 'must be an eqx.Module'),
@@ -321,8 +328,9 @@ def test_pairs_are_functions(init, apply):
         models.from_functions(init, apply)
 
 
-def test_haiku_batchnorm_has_its_channels_last():
-    model = models.from_haiku(lambda x, is_training: hk.BatchNorm(True, True, 0.9, data_format='NC...')(x, is_training))
+@pytest.mark.parametrize('how', [{'data_format': 'NC...'}, {'axis': [0]}])
+def test_haiku_batchnorm_has_its_channels_last(how):
+    model = models.from_haiku(lambda x, is_training: hk.BatchNorm(True, True, 0.9, **how)(x, is_training))
     x = jnp.ones((4, 3, 2))
     with pytest.raises(ValueError, match='channels last'):
         model.features(*model.init(KEY, x), x, jnp.ones(4, bool), KEY)
@@ -399,6 +407,15 @@ def test_running_averages_are_means_of_clients_whatever_their_numbers_of_batches
         if library == 'haiku':  # equinox's variances begin with 1, of which much is left after few batches
             np.testing.assert_allclose(z.std(), 1, atol=0.15)
         v = v._replace(stats=task.features(v, batch)[1])
+
+
+def test_averages_of_equinox_are_of_what_was_seen_whatever_they_began_with():
+    model = models.from_equinox(Normed)
+    params, stats = model.init(KEY, X[:, :3])
+    for _ in range(2):
+        stats = model.features(params, stats, X[:, :3], None, KEY)[1]
+        np.testing.assert_allclose(stats['norm.batch_state_index.0'], X[:, :3].mean(0), rtol=1e-4)
+        np.testing.assert_allclose(stats['norm.batch_state_index.1'], X[:, :3].var(0), rtol=1e-4)
 
 
 @pytest.mark.parametrize('scale', [1.0, 10.0, 1e3])
@@ -540,6 +557,16 @@ class Remat(Jitted):
         return self.norm(x)
 
 
+class ScannedNorms(nnx.Module):
+    """Two layers in one."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: nnx.BatchNorm(toys.DIM, rngs=rngs)))(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x) ** 2, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
 class FilterJit(eqx.Module):
     norm: eqx.nn.BatchNorm
 
@@ -563,8 +590,13 @@ def leaves_no_trace(model):
 
 @pytest.mark.parametrize(
     'model',
-    [lambda: models.from_nnx(Jitted), lambda: models.from_nnx(Remat), lambda: models.from_equinox(FilterJit)],
-    ids=['nnx.jit', 'nnx.remat', 'eqx.filter_jit'],
+    [
+        lambda: models.from_nnx(Jitted),
+        lambda: models.from_nnx(Remat),
+        lambda: models.from_nnx(ScannedNorms),
+        lambda: models.from_equinox(FilterJit),
+    ],
+    ids=['nnx.jit', 'nnx.remat', 'nnx.scan', 'eqx.filter_jit'],
 )
 def test_methods_that_are_compiled_see_the_mask_of_each_batch(model):
     leaves_no_trace(model())
@@ -618,7 +650,9 @@ def test_dropout_finds_its_key(model):
     model = model()
     params, stats = model.init(KEY, X)
     np.testing.assert_array_equal(model.features(params, stats, X)[0], X)
-    assert (np.asarray(model.features(params, stats, X, None, KEY)[0]) == 0).any()
+    first, second = (np.asarray(model.features(params, stats, X, None, jax.random.key(k))[0]) for k in (0, 5))
+    assert (first == 0).any()
+    assert (first != second).any()
 
 
 class Pair(nnx.Module):
@@ -789,3 +823,18 @@ def test_a_fault_of_linen_in_training_is_shown_as_it_is():
     model = models.from_flax(Net())
     with pytest.raises(flax.errors.ModifyScopeVariableError):
         model.features(*model.init(KEY, X), X, None, KEY)
+
+
+def test_counters_of_nnx_are_whole_numbers_to_the_module():
+    class Counting(nnx.Module):
+        def __init__(self, rngs):
+            self.n = nnx.Variable(jnp.int32(0))
+
+        def __call__(self, x):
+            assert self.n.get_value().dtype == jnp.int32
+            self.n.set_value(self.n.get_value() + 1)
+            return x
+
+    model = models.from_nnx(Counting)
+    stats = model.features({}, {'n': jnp.float32(2.7)}, X, None, KEY)[1]
+    assert (stats['n'], stats['n'].dtype) == (4, jnp.float32)

@@ -238,6 +238,10 @@ def test_products_are_of_the_type_and_the_form_that_were_asked_for(module, side)
     found = re.findall(r':(\w+)\[\S+ = (?:conv_general_dilated|dot_general)\[', text)
     layers = [name for name in variables['params'] if name.startswith(('Conv', 'Dense'))]
     assert found == ['bf16'] * len(layers)
+    run = functools.partial(net.apply, capture_intermediates=True, mutable=['intermediates'])
+    inner = jax.eval_shape(run, variables, x)[1]['intermediates']
+    del inner['__call__']  # what comes out of all may be a mean in float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(inner)} == {jnp.dtype('bfloat16')}
 
 
 def test_vgg_starts_he_normal_by_fan_out_and_without_bias():
