@@ -312,6 +312,7 @@ class Ordered(eqx.Module):
         (models.from_haiku, hk.Linear, 'must build its modules'),
         (models.from_haiku, 3, 'must build its modules'),
         (models.from_haiku, lambda x, table: x, 'needs table'),
+        (models.from_flax, Linen, r'an instance, not the class: pass Linen\(...\)'),
         (models.from_flax, Nnx, 'from_nnx'),
         (models.from_flax, Equinox, 'from_equinox'),
     ],
@@ -685,6 +686,7 @@ def eqx_sequence(key):
     'model',
     [
         lambda: models.from_flax(nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(5)]), classifier='layers_2'),
+        lambda: models.from_flax(nn.Sequential([nn.relu, nn.Dense(4)])),
         lambda: models.from_nnx(
             lambda rngs: nnx.Sequential(nnx.Linear(toys.DIM, 4, rngs=rngs), nnx.relu, nnx.Linear(4, 5, rngs=rngs)),
             classifier='layers.-1',
@@ -695,7 +697,7 @@ def eqx_sequence(key):
         lambda: models.from_equinox(eqx_sequence, classifier='layers.2'),
         lambda: models.from_equinox(eqx_sequence(KEY), classifier='layers.-1'),
     ],
-    ids=['linen', 'nnx', 'nnx, norm', 'equinox', 'equinox, given'],
+    ids=['linen', 'linen, function', 'nnx', 'nnx, norm', 'equinox', 'equinox, given'],
 )
 def test_sequences_of_layers_are_models(model):
     model = model()
