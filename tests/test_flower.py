@@ -372,6 +372,9 @@ class TestSecure:
         with pytest.raises(ValueError, match=match):
             flower.client_app(agreed, lambda context: None)
 
+    def test_defaults_are_those_of_the_guide(self):
+        assert flower.Secure()._asdict() == {'limit': 8.0, 'least': 3, 'threshold': 2 / 3, 'levels': 4_194_304}
+
     def test_settings_at_their_bounds(self, data):
         algorithm = fedavg.algorithm(toys.task, toys.opt)
         for cohort, clients, secure, match in [
