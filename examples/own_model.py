@@ -3,7 +3,7 @@
     python examples/own_model.py photos                     # photos/train/CLASS/*.png and photos/test/CLASS/*.png
     python examples/own_model.py photos --library equinox   # pip install "fedjax_nc[equinox]"
 
-Nothing in the models knows of clients or of this library.
+Nothing in the models knows of clients; of this library the nnx one takes a faster convolution.
 """
 
 import argparse

@@ -14,6 +14,7 @@ import toys
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+import fedjax_nc
 from fedjax_nc import data, heads, local, losses, models, population, saving, simulate, training
 from fedjax_nc.algorithms import fedavg, fedetf, fedloge, finetune, solo
 from fedjax_nc.experiments import recipes
@@ -70,7 +71,7 @@ def test_names_can_be_read_and_the_description_says_what_it_is(clients, tmp_path
     about = saving.load(path, algorithm).about
     assert about['example'] == {'shape': [toys.DIM], 'dtype': 'float32'}
     assert (about['num_classes'], about['num_clients'], about['client']) == (toys.CLASSES, 4, None)
-    assert (about['classes'], about['model'], about['library']) == (classes, 'tiny', '0.1.0')
+    assert (about['classes'], about['model'], about['library']) == (classes, 'tiny', fedjax_nc.__version__)
     assert b'pickle' not in path.read_bytes()
     assert [p.name for p in tmp_path.iterdir()] == ['model.safetensors']
 
