@@ -189,8 +189,8 @@ def sparse_etf(
       start: the dense frame, `(key, dim, classes) -> [dim, classes]`, from whose directions it begins.
 
     Raises:
-      ValueError: if no ETF of this size exists, for numbers out of range, an unknown solver or a `start` of another
-        shape, and, which goes unnoticed under `jit`, if it is not finite or a column has no entry left.
+      ValueError: if `start` has no frame of this size, for numbers out of range, an unknown solver or a `start` of
+        another shape, and, which goes unnoticed under `jit`, if it is not finite or a column has no entry left.
     """
     checks.number('sparsity', sparsity, high=1, open_high=True)
     if solver not in ('mma', 'gram'):
@@ -274,7 +274,13 @@ class FrameQuality(NamedTuple):
 
 @jax.jit
 def frame_quality(frame: Array) -> FrameQuality:
-    """Measures a `frame [d, C]` of at least two columns, none of them zero. Variances are those of populations."""
+    """Measures a `frame [d, C]` of at least two columns, none of them zero. Variances are those of populations.
+
+    Raises:
+      ValueError: for another shape.
+    """
+    if frame.ndim != 2 or frame.shape[1] < 2:
+        raise ValueError(f'a frame has the shape [d, C] with at least two columns, not {frame.shape}')
     frame = frame.astype(jnp.float32)
     norms = jnp.sqrt(jnp.sum(frame * frame, axis=0))
     pairs = jnp.triu_indices(frame.shape[1], 1)

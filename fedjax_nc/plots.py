@@ -149,7 +149,7 @@ def accuracy_curves(
 
 
 def curve_panels(panels: Mapping[str, Curves], *, xlabel: str = 'communication round') -> 'Figure':
-    """Draws several measures over communication rounds, one panel each; the first has the legend for all.
+    """Draws several measures over communication rounds, one panel each, with one legend for all.
 
     Args:
         panels: title -> curves, as for `accuracy_curves`.
@@ -381,7 +381,7 @@ def _places(title: str, places: ArrayLike, labels: ArrayLike) -> tuple[np.ndarra
         raise ValueError(f'{title!r} needs places [n, 2] and labels [n]; shapes: {where.shape} and {which.shape}.')
     if not np.issubdtype(which.dtype, np.integer) or which.min(initial=0) < 0:
         raise ValueError(f'{title!r} needs labels that are whole numbers from 0.')
-    return where, which
+    return where, which.astype(np.intp)
 
 
 def dark(figure: 'Figure') -> 'Figure':

@@ -586,3 +586,34 @@ def test_pixels_that_nobody_scales_are_told(dtype, host):
         federate((pixels / 255).astype(np.float32), np.arange(5), [range(5)], host=host)
     assert len(told) == (dtype is not np.uint8)
     assert all('`x` holds what look like pixels from 0 to 255' in str(w.message) for w in told)
+
+
+@pytest.mark.parametrize(
+    ('call', 'said'),
+    [
+        (lambda: metrics.degeneration.masked_share(jnp.ones((4, 3)), jnp.zeros((3, 6), int)), 'order [C, D]'),
+        (lambda: metrics.degeneration.prune(jnp.ones((4, 3)), jnp.zeros((1, 4), int), 0.5), 'order [C, D]'),
+        (lambda: frames.frame_quality(jnp.ones((3, 1))), 'at least two columns'),
+        (lambda: metrics.collapse.nc3(jnp.ones((4, 3)), jnp.zeros(4, int), jnp.ones(3)), 'the shape [D, C]'),
+        (lambda: evaluate.among([5]), 'k must be'),
+        (lambda: evaluate.per_client(PLAIN, simulate.init(PLAIN, KEY, SINGLE), SINGLE, personal='no'), 'personal'),
+        (lambda: metrics.similarity.client_prototypes(toys.task, (), SINGLE), 'variables'),
+    ],
+)
+def test_arguments_of_measures(call, said):
+    refused(call, said)
+
+
+def test_a_model_with_other_layers(data):
+    """Another depth of the same network, not another width."""
+    two, one = (
+        fedavg.algorithm(
+            objective(models.from_flax(models.MLP(widths)), heads.linear(), losses.cross_entropy), toys.opt
+        )
+        for widths in ((8, 8), (8,))
+    )
+    refused(lambda: evaluate.per_client(two, simulate.init(one, KEY, data), data), 'other layers')
+
+
+def test_the_same_measure_for_the_same_number():
+    assert evaluate.among(jnp.int32(5)) is evaluate.among(5)

@@ -441,7 +441,7 @@ def test_points_have_the_look_of_their_class():
 
 def test_points_of_many_classes_have_a_bar():
     places, labels = np.random.default_rng(0).normal(size=(90, 2)), np.arange(90) % 30
-    figure = plots.points({'a': (places, labels)})
+    figure = plots.points({'a': (places, labels.astype(np.uint8))})  # which have no -1
     (drawn,) = figure.axes[0].collections
     np.testing.assert_array_equal(drawn.get_array(), labels)
     assert figure.axes[1].get_ylabel() == 'class'

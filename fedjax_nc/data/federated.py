@@ -38,7 +38,7 @@ def federate(
         width: N, columns of the table, by default as many as the longest client has rows. Compiled rounds serve any
             partition of the same width and number of clients.
         host: whether everything stays on the host, because it is larger than the device: `x` and `y` are then NumPy
-            arrays, in memory or mapped from a file, and are not copied. See `fedjax_nc.data.host`.
+            arrays, in memory or mapped from a file, of which `x` is not copied. See `fedjax_nc.data.host`.
 
     Returns:
         The data of K clients; int32 except `x`. With `host` they are `HostData`.

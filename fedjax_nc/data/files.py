@@ -14,7 +14,7 @@ _FURTHER = ('classes', 'clients_train', 'clients_test', 'clients')
 
 
 def load_npz(path: str | os.PathLike[str]) -> Dataset:
-    """Loads a data set from an `.npz` file, as `np.savez` makes it of four arrays and up to three more.
+    """Loads a data set from an `.npz` file, as `np.savez` makes it of four arrays and up to four more.
 
     Args:
         path: the file, with `x_train`, `y_train`, `x_test` and `y_test`. Examples `[n, ...]` are of one type and shape,

@@ -98,7 +98,7 @@ def load_folder(
         [8, 8]
     """
     sides = pictures.sides(size)
-    if channels not in (1, 3):
+    if type(channels) is not int or channels not in (1, 3):
         raise ValueError(f'`channels` must be 3 or 1, not {checks.shown(channels)}.')
     seed = checks.static('`seed`', seed, 0)
     if not isinstance(test, str):

@@ -126,12 +126,13 @@ def feed(
         For each key the `Part` of M clients that its round takes.
 
     Raises:
-        ValueError: when the first part is asked for, for data that are not on the host, or a cohort larger than the
-            population.
+        ValueError: when the first part is asked for, for data that are not on the host, or a cohort that is no whole
+            number of at least 1, or larger than the population.
     """
     from fedjax_nc import simulate  # which takes parts
 
     _check(data)
+    cohort = None if cohort is None else checks.static('cohort', cohort)
     host = jax.local_devices(backend='cpu')[0]  # elsewhere the choice would wait for the round that is running
     draw = jax.jit(lambda key: simulate.choose(simulate.cohort_key(key), data.num_clients, cohort))
 

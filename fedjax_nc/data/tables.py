@@ -32,7 +32,7 @@ def load_table(
 
     Args:
         path: a `.csv` file, with the names of its columns in its first line, or a `.parquet` file.
-        label: the column of labels, numbers or words; classes are numbered in their order, or as `classes` says.
+        label: the column of labels, whole numbers or words; classes are numbered in their order, or as `classes` says.
         client: the column that says whose a row is, if any.
         features: columns of numbers; by default all others, among which there must be no index of a data frame.
         test: the share of each class that is held out for testing, between 0 and 1; or the column that says it of a

@@ -190,7 +190,6 @@ def features(task: Objective | Model, variables: Variables, x: Array, batch_size
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
-@functools.cache
 def among(k: int) -> Callable[[Array, Array], Array]:
     """The measure whether the true class is among the `k` with the largest logits, 1.0 or 0.0: top-k accuracy.
 
@@ -199,7 +198,12 @@ def among(k: int) -> Callable[[Array, Array], Array]:
     Raises:
       ValueError: if `k` is no whole number of at least 1.
     """
-    checks.whole('k', k)
+    return _among(checks.static('k', k))
+
+
+@functools.cache
+def _among(k: int) -> Callable[[Array, Array], Array]:
+    """The same function for the same `k`, so that what it is compiled into is found again."""
 
     def measure(logits: Array, labels: Array) -> Array:
         true = jnp.take_along_axis(logits, labels[:, None], axis=1)
@@ -327,6 +331,8 @@ def per_client(
         raise ValueError(f'`allowed` must be [K, C] for {data.num_classes} classes, not {np.shape(allowed)}')
     checks.stacked('state.clients', state.clients)
     batch_size = checks.static('batch_size', batch_size)
+    checks.flags(personal=personal)
+    personal = bool(personal)
     for what, found in (('the state has', state.clients), ('`allowed` has rows for', allowed)):
         sizes = {len(u) for u in jax.tree.leaves(found)} - {data.num_clients}
         if sizes:

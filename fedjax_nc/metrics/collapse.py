@@ -138,6 +138,8 @@ def _weights(y: Array, weight: Array | None) -> Array:
 
 
 def _check(z: Array, y: Array, vectors: Array) -> None:
+    if vectors.ndim != 2:
+        raise ValueError(f'vectors must have the shape [D, C], not {vectors.shape}')
     classwise.check_rows(z, y, _weights(y, None), vectors.shape[1])
     if z.shape[1] != vectors.shape[0]:
         raise ValueError(

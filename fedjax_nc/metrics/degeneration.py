@@ -60,7 +60,11 @@ def masked_share(w: Array, order: Array) -> Array:
 
     To be compared with its sparsity, which is the share of zeros among all: above it where training has put the class
     into the dimensions that its vector sees. `order [C, D]` is that of `degeneration`; float32.
+
+    Raises:
+      ValueError: if `order` has another shape.
     """
+    _ordered(w, order)
     sorted_zeros = jnp.take_along_axis(w.T == 0, order, axis=1)
     return jnp.mean(sorted_zeros[:, order.shape[1] // 2 :], axis=1, dtype=jnp.float32)
 
@@ -75,8 +79,14 @@ def prune(w: Array, order: Array, share: Array | float, *, dominant: bool = Fals
       dominant: whether to prune from the dominant end of the order instead of the negligible one.
 
     Raises:
-      ValueError: if `share` is outside [0, 1].
+      ValueError: if `share` is outside [0, 1], or `order` has another shape.
     """
+    _ordered(w, order)
     checks.number('share', share, high=1)
     rank = jnp.argsort(order if dominant else order[:, ::-1], axis=1).T
     return jnp.where(rank < jnp.floor(share * len(w) + 1e-4), 0.0, w)  # 13/22 * 22 is a little less than 13
+
+
+def _ordered(w: Array, order: Array) -> None:
+    if w.ndim != 2 or order.shape != w.T.shape:
+        raise ValueError(f'a classifier w [D, C] goes with an order [C, D]; shapes: {w.shape} and {order.shape}')

@@ -88,7 +88,14 @@ def client_prototypes(
       data: K clients; of `data.HostData` some clients' examples travel at a time.
       own: whether each client has its own model.
       batch_size: examples at a time.
+
+    Raises:
+      ValueError: for an objective, variables, data or a batch size that are none.
     """
+    checks.kind('objective', objective, Objective)
+    checks.kind('variables', variables, Variables)
+    checks.kind('data', data, FederatedData)
+    batch_size = checks.static('batch_size', batch_size)
 
     def of(data: FederatedData, each: Variables | None) -> ClassRows:
         def one(args: tuple[Array, Variables | None]) -> ClassRows:

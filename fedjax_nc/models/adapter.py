@@ -92,6 +92,10 @@ def from_flax(module: nn.Module, preprocess: Preprocess | None = None, *, classi
         try:
             with nn.intercept_methods(intercept):
                 return kwargs.pop('by', module.apply)(variables, x, **named(mask, train), **kwargs)
+        except flax.errors.ScopeParamNotFoundError as error:
+            raise ValueError(
+                f'{type(module).__name__} has other layers than these parameters: {str(error).partition(" (http")[0]}'
+            ) from error
         except flax.errors.ScopeParamShapeError as error:
             raise ValueError(
                 f'examples of the shape {x.shape[1:]}, as they come from `preprocess`, or features where a head trains '
