@@ -121,7 +121,8 @@ class Calendar(NamedTuple):
 
     def stops(self, round: int) -> bool:
         """Whether a call of several rounds ends with it."""
-        return self.evaluated(round) or (self.save_every is not None and round % self.save_every == 0)
+        every = None if self.pause and self.after_any else self.save_every
+        return self.evaluated(round) or (every is not None and round % every == 0)
 
     def saved(self, round: int, since: float) -> bool:
         """Whether there is a checkpoint after it, so many seconds after the one before."""

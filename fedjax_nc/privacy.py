@@ -11,7 +11,6 @@ so that the mean of M clients carries noise of standard deviation `z S / M`, and
 of whether a client, with all its examples, took part at all.
 """
 
-import functools
 import logging
 import math
 from collections.abc import Callable
@@ -43,7 +42,7 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
 
     Whoever knows the key of a round knows its cohort and its noise: in simulation, keep the run's key as secret as its
     reports, and use it for nothing else, the first state included, whose parameters are published. The same key gives
-    the same noise only in the same round with the same S and z. `flower.server_app` draws the noise from fresh
+    the same noise only in the same round with the same S, z and M. `flower.server_app` draws the noise from fresh
     randomness of its own.
 
     Args:
@@ -113,11 +112,12 @@ def private(algorithm: Algorithm, *, clip: float, noise_multiplier: float, cohor
             )
         k_noise, key = jax.random.split(key)
         std = jnp.float32(noise_multiplier * clip)
-        # Runs that differ in S or z, or one that goes on with the key that it began with, would share their noise, and
-        # the difference of their models be without any.
+        # Runs that differ in S, z or M, or one that goes on with the key that it began with, would share their noise,
+        # and the difference of their models be without any.
         counted = [u for u in map(jnp.asarray, jax.tree.leaves(server)) if u.ndim == 0 and u.dtype == jnp.int32]
-        own = jax.lax.bitcast_convert_type(std, jnp.uint32), *counted  # such as the number of the round
-        k_noise = functools.reduce(jax.random.fold_in, own, k_noise)
+        bits = [jax.lax.bitcast_convert_type(jnp.float32(u), jnp.uint32) for u in (clip, noise_multiplier)]
+        for own in (*bits, jnp.uint32(cohort), *counted):  # of the server such as the number of the round
+            k_noise = jax.random.fold_in(k_noise, own)
         mean = tree.scale(_noisy(k_noise, aggregate.value, std), 1.0 / cohort)
         message = jax.tree.map(lambda u: u[None], mean)
 

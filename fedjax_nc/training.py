@@ -71,8 +71,8 @@ def run(
     """Runs rounds until `rounds` are done, counting those of a resumed run.
 
     Round t uses `fold_in(key, t)`, so that a resumed run does what the uninterrupted one would have done. `state` is
-    donated: use the one that comes back. A client is broken in a round if its state, message or loss is not finite;
-    where the aggregator keeps the server finite all the same, training goes on, and `history` counts them.
+    donated: use the one that comes back. A client is broken in a round if its message or loss is not finite, or its
+    state NaN; where the aggregator keeps the server finite all the same, training goes on, and `history` counts them.
 
     Args:
       algorithm: what to train.
@@ -85,8 +85,10 @@ def run(
       chunk: clients side by side; see `simulate.make_round`.
       mesh: devices to share the rounds, from `devices.mesh`. With several processes each runs this with the same
         arguments; `out` must be a directory that all of them see, and the first one writes the tables.
-      rounds_per_call: rounds compiled into one call; saves dispatch when rounds are very short. 1 with a
-        `population.Store`, where the time of the first round includes compiling it, and with `data.HostData`.
+      rounds_per_call: rounds compiled into one call, at most: it ends where an evaluation or a checkpoint is due, which
+        with `out` is after each round unless `eval_every`, `checkpoint_every` or a `checkpoint_pause` says otherwise.
+        Saves dispatch when rounds are very short. 1 with a `population.Store`, where the time of the first round
+        includes compiling it, and with `data.HostData`.
       evaluate: metrics of a state.
       eval_every: rounds between evaluations.
       eval_last: how many of the last rounds are evaluated whatever `eval_every` says: papers report their mean.

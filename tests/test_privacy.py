@@ -302,7 +302,8 @@ def test_one_key_gives_other_noise_in_other_rounds_and_under_another_clip_or_mul
     np.testing.assert_array_equal(drawn()[1], first)
     later = start._replace(server=start.server._replace(round=after.round))
     others = [drawn(later)[1], drawn(clip=2.0)[1] / 2, drawn(noise_multiplier=3.0)[1] / 3]
-    assert np.abs(np.corrcoef([first, *others]) - np.eye(4)).max() < 0.3
+    others += [drawn(cohort=8)[1] * 2, drawn(clip=0.5, noise_multiplier=2.0)[1]]  # as much noise, of other messages
+    assert np.abs(np.corrcoef([first, *others]) - np.eye(6)).max() < 0.3
     np.testing.assert_allclose([u.std() for u in (first, *others)], 1 / 4, rtol=0.2)
 
 

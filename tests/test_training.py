@@ -87,6 +87,10 @@ def without_time(history):
 def test_a_pause_between_checkpoints_leaves_out_all_but_the_first_and_the_last(data, tmp_path):
     run(data, 4, out=tmp_path, checkpoint_pause=1e6)
     assert sorted(path.name for path in (tmp_path / 'checkpoints').iterdir() if path.name.isdigit()) == ['1', '4']
+    seen = []
+    run(data, 5, out=tmp_path / 'several', checkpoint_pause=1e6, rounds_per_call=3, eval_every=9,
+        on_round=lambda row, state: seen.append(int(state.server.round)))  # fmt: skip
+    assert seen == [3, 3, 3, 5, 5]  # no call ends for a checkpoint
     with pytest.raises(ValueError, match='checkpoint_pause must not be negative'):
         run(data, 4, checkpoint_pause=-1.0)
 
