@@ -41,6 +41,8 @@ class Footprint(NamedTuple):
         """The largest chunk, up to the present one, with which a round takes at most `limit` bytes; 0 if none does."""
         if self._replace(chunk=1).total > limit:
             return 0
+        if limit == math.inf:
+            return self.chunk
         return min(self.chunk, int((limit - self._replace(lane=0, update=0).total) // max(self.lane, 1)))
 
 

@@ -19,9 +19,10 @@ def masked_mean(values: Array, mask: Array | None) -> Array:
     Raises:
       ValueError: for other shapes: one number for all would count masked rows, and look like a mean.
     """
-    checks.rows('values', values, 1, None if mask is None else len(mask))
+    checks.rows('values', values, 1)
     if mask is None:
-        return jnp.mean(values, dtype=jnp.float32)
+        return jnp.mean(values, dtype=jnp.float32) if len(values) else jnp.float32(0)
+    checks.rows('mask', mask, 1, len(values))
     values = jnp.where(mask, values.astype(jnp.float32), 0.0)
     return jnp.sum(values) / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 

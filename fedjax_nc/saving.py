@@ -55,7 +55,7 @@ def save(
     """Writes the model of a state to a safetensors file, whole or not at all.
 
     The server's state goes into it, so that training can go on from it, and with `client` that client's own. Arrays
-    have their paths as names, such as 'server.variables.params.head.kernel'.
+    have their paths as names, such as 'server.variables.params.head.w'.
 
     Args:
         path: the file, '.safetensors' by custom. What was there is replaced.
@@ -132,8 +132,8 @@ def about(path: str | Path) -> dict[str, Any]:
         path: the file.
 
     Returns:
-        What `save` was given as `about`, and `format`, `library`, `jax`, `example`, `num_classes`, `num_clients`,
-        `client` and, where they were named, `classes`.
+        What `save` was given as `about`, and `format`, `checksum`, `library`, `jax`, `example`, `num_classes`,
+        `num_clients`, `client` and, where they were named, `classes`.
 
     Raises:
         OSError: if the file cannot be read.

@@ -23,7 +23,7 @@ from fedjax_nc import checks
 from fedjax_nc.base import Array, Tree
 
 Rate = Array | float | Callable[[Array], Array]
-"""A number of at least 0, or an optax schedule, which is given the number of rounds done."""
+"""A number of at least 0, or an optax schedule, which is given the number of rounds done whose cohort had examples."""
 
 
 class Moments(NamedTuple):

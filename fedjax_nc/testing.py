@@ -49,6 +49,8 @@ def clients(sizes: Collection[int] = _SIZES, classes: int = 5, dim: int = 12, *,
     Raises:
       ValueError: if a number is not of its kind.
     """
+    for size in sizes:
+        checks.whole('sizes', size, 0)
     x, y = clusters(seed, sum(sizes), classes, dim)
     order = np.argsort(y + np.random.default_rng(seed).normal(size=len(y)) * 0.5, kind='stable')
     return federate(x, y, np.split(order, np.cumsum(list(sizes))[:-1]), classes)

@@ -28,7 +28,7 @@ def scale(a: Tree, factor: Array | float) -> Tree:
 
 
 def by_path(a: Tree) -> dict[str, Any]:
-    """The leaves of a tree by their paths, such as 'variables.params.head.kernel', in the order of the leaves."""
+    """The leaves of a tree by their paths, such as 'variables.params.head.w', in the order of the leaves."""
     found: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(a):
         name = jax.tree_util.keystr(path, simple=True, separator='.') or 'value'

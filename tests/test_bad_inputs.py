@@ -19,6 +19,7 @@ from fedjax_nc import (
     checks,
     classwise,
     evaluate,
+    experiments,
     frames,
     gaussians,
     heads,
@@ -33,6 +34,7 @@ from fedjax_nc import (
     saving,
     server_optimizers,
     simulate,
+    testing,
     training,
     tuning,
     watch,
@@ -40,7 +42,7 @@ from fedjax_nc import (
 from fedjax_nc.algorithms import fedavg, fedetf, fedmmd, fedprox, finetune, latest, moon, scaffold
 from fedjax_nc.base import Head
 from fedjax_nc.data import federate, load_npz
-from fedjax_nc.objective import objective, with_term
+from fedjax_nc.objective import masked_mean, objective, with_term
 
 FACTORIES = ('algorithm', 'calibrate', 'personalize', 'realign', 'adapt_features', 'alternate')
 SINGLE = federate(np.eye(5, 12, dtype=np.float32), np.arange(5), [[c] for c in range(5)])
@@ -617,3 +619,20 @@ def test_a_model_with_other_layers(data):
 
 def test_the_same_measure_for_the_same_number():
     assert evaluate.among(jnp.int32(5)) is evaluate.among(5)
+
+
+def test_means_of_nothing_and_masks_of_another_shape():
+    assert masked_mean(jnp.zeros(0), None) == 0
+    refused(lambda: masked_mean(jnp.ones(3), jnp.ones((3, 1), bool)), 'mask')
+
+
+@pytest.mark.parametrize(
+    ('call', 'said'),
+    [
+        (lambda: moon.contrast(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones((2, 3)), 0.0), 'temperature'),
+        (lambda: testing.clients(sizes=(-1, 5)), 'sizes'),
+        (lambda: experiments.Setting(dataset='digits', seed=2**32), 'below 2^32'),
+    ],
+)
+def test_numbers_that_mean_nothing(call, said):
+    refused(call, said)

@@ -68,8 +68,8 @@ def algorithm(
       init: how prototypes are spread at first, `(key, D, C) -> [D, C]`; as far as they can be, in the paper.
       weigh: what a client's class mean counts: 'counts', its number of examples; 'holders', the same for all who hold
         the class; 'agreement', `exp(<W_c, u_kc>)` with u_kc at length one, the adaptive weights of the released code.
-      unit_means: whether class means are normalised before and after they are averaged, as the released code does; the
-        paper's equations normalise only the moved prototype, so that steps are shorter.
+      unit_means: whether class means are normalised before (with `unit_features` alone) and after they are averaged, as
+        the released code does; the paper's equations normalise only the moved prototype, so that steps are shorter.
       unit_features: whether means are of normalised features. FedETF's comparison took raw ones, with 'holders'.
       confident: whether examples count by the local model's probability of their true class.
       augment: whether the class means are of augmented images, in training mode.

@@ -105,7 +105,7 @@ def _reach(opt: optax.GradientTransformation, steps: Array, mu: Array | float = 
 
     try:
         start = opt.init(zero)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ValueError('FedNova needs a client optimizer that treats all parameters alike') from error
     x, _ = jax.lax.fori_loop(0, steps, step, (zero, start))
     return x / push

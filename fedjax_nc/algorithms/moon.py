@@ -95,7 +95,11 @@ def contrast(z: Array, z_g: Array, z_p: Array, temperature: Array | float) -> Ar
 
     Returns:
       [B] float32, at least 0; log 2 where z_g = z_p.
+
+    Raises:
+      ValueError: unless the temperature is positive.
     """
+    checks.number('temperature', temperature, open_low=True)
     near, far = ((normalize(z) * normalize(u)).sum(axis=-1) for u in (z_g, z_p))
     return jax.nn.softplus((far - near) / temperature)
 

@@ -86,6 +86,7 @@ def run(
       DivergedError: if training or the personal models diverged.
     """
     out = Path(out)
+    checks.flags(tune=tune, host=host, keep_personal=keep_personal)
     if tune and host:
         raise ValueError('what is tuned has its examples on the device: tune without host')
     if on_round is not None:

@@ -34,8 +34,8 @@ def write(
     """Writes the report of all finished runs, under whatever seeds, and returns its folder.
 
     That is `out/NAME`, at other scales than `full` `out/NAME-SCALE`, and of a part `-part` more, with `report.md`,
-    `report.tex`, `table.csv`, `costs.csv`, `runs.csv` and figures; without matplotlib a warning instead of these. Rows
-    without a finished run or a published number are left out.
+    `report.tex`, `table.csv` and `runs.csv`, and of trained runs `costs.csv` and figures; without matplotlib a warning
+    instead of these. Rows without a finished run or a published number are left out.
 
     Args:
       study: whose finished runs in `out` are told. Its baseline is compared with whether it is among the rows or not.

@@ -54,8 +54,8 @@ def carry_out(
       out: folder of all runs and reports.
       data_dir: where data sets lie or are put.
       together: whether small runs that differ in their seed alone are trained by one program, see `seeds`.
-      chunk: clients side by side in runs that are trained alone, as for `pipeline.run`.
-      tune: whether each run that is begun alone first measures how its rounds are fastest, see `pipeline.run`.
+      chunk: clients side by side, as for `pipeline.run`. No runs are trained together then.
+      tune: whether each run first measures how its rounds are fastest, see `pipeline.run`. Nor are they then.
       watch: makes a tracker for each run that is trained, from the run and its folder; entered by `with`, as
         `lambda run, folder: watch.tensorboard(folder / 'tensorboard')` is. No runs are trained together then.
       show: whether lines and bars are shown.

@@ -76,7 +76,8 @@ def run(
         raise ValueError('runs of one program may differ in their seed alone')
     if first.algorithm in ALONE:
         raise ValueError(f'{first.algorithm} keeps examples of its own seed in its program: run its seeds one by one')
-    if len({setting.seed for setting in settings}) < len(settings) or len(outs) != len(settings):
+    apart = {Path(out).resolve() for out in outs}
+    if not len({setting.seed for setting in settings}) == len(apart) == len(outs) == len(settings):
         raise ValueError('each run needs a seed and a folder of its own')
     folders, clock = [Path(out) for out in outs], Clock()
     with contextlib.ExitStack() as held:

@@ -370,6 +370,8 @@ class Setting(Plain):
             )
         for name in ('max_examples', 'crop', 'seed'):
             checks.whole(name, getattr(self, name), 0)
+        if self.seed >= 2**32:
+            raise ValueError(f'seed must be below 2^32, beyond which keys begin again, not {self.seed}')
         for name in ('alpha', 'lr', 'server_lr'):
             checks.number(name, getattr(self, name), open_low=True)
         for name in ('participation', 'lr_decay'):
