@@ -474,9 +474,21 @@ def steps(name: str, optimizer: optax.GradientTransformation, params: Tree) -> N
         raise ValueError(f'{name} cannot take a step by a gradient alone: {in_one_line(error)}') from error
 
 
-def seeded(seed: int) -> jax.Array:
-    """The key of a seed, of a generator that `key` takes, whatever jax's default is."""
-    return jax.random.key(seed, impl='threefry2x32')
+def seed(value: Any) -> None:
+    """Refuses what is no seed.
+
+    Raises:
+      ValueError: for all but whole numbers from 0 to 2^32 - 1, beyond which keys begin again.
+    """
+    whole('seed', value, 0)
+    if value >= 2**32:
+        raise ValueError(f'seed must be below 2^32, beyond which keys begin again, not {value}')
+
+
+def seeded(value: int) -> jax.Array:
+    """The key of a seed, of a generator that `key` takes, whatever jax's default is; ValueError as `seed`."""
+    seed(value)
+    return jax.random.key(value, impl='threefry2x32')
 
 
 def key(name: str, value: Any) -> None:

@@ -41,7 +41,8 @@ from fedjax_nc import (
 )  # fmt: skip
 from fedjax_nc.algorithms import fedavg, fedetf, fedmmd, fedprox, finetune, latest, moon, scaffold
 from fedjax_nc.base import Head
-from fedjax_nc.data import federate, load_npz
+from fedjax_nc.data import federate, folders, host, load_npz
+from fedjax_nc.experiments import pipeline, seeds
 from fedjax_nc.objective import masked_mean, objective, with_term
 
 FACTORIES = ('algorithm', 'calibrate', 'personalize', 'realign', 'adapt_features', 'alternate')
@@ -632,6 +633,14 @@ def test_means_of_nothing_and_masks_of_another_shape():
         (lambda: moon.contrast(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones((2, 3)), 0.0), 'temperature'),
         (lambda: testing.clients(sizes=(-1, 5)), 'sizes'),
         (lambda: experiments.Setting(dataset='digits', seed=2**32), 'below 2^32'),
+        (lambda: checks.seeded(2**32), 'below 2^32'),
+        (lambda: next(host.feed(federate(SINGLE.x, SINGLE.y, [[0], [1]], host=True), [KEY], cohort=0)), 'cohort'),
+        (lambda: folders.load_folder('nowhere', channels=True), 'channels'),
+        (lambda: pipeline.run(experiments.Setting(dataset='digits'), 'nowhere', keep_personal='no'), 'keep_personal'),
+        (
+            lambda: seeds.run([experiments.Setting(dataset='digits', seed=k) for k in (0, 1)], ['x', './x']),
+            'a folder of its own',
+        ),
     ],
 )
 def test_numbers_that_mean_nothing(call, said):

@@ -1,5 +1,6 @@
 """The estimate against sums by hand, and against the buffers of compiled rounds."""
 
+import math
 from types import SimpleNamespace
 
 import jax
@@ -224,3 +225,9 @@ def test_main_memory(files, want, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert footprint._main_memory(str(tmp_path)) == want
+
+
+def test_without_a_limit_every_chunk_fits(data):
+    algorithm = fedavg.algorithm(toys.task, toys.opt)
+    need = footprint.estimate(algorithm, simulate.init(algorithm, toys.KEY, data), data, chunk=3)
+    assert need.fitting(math.inf) == 3

@@ -31,8 +31,9 @@ class Geometry(Plain):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (('dim', 1), ('classes', 2), ('steps', 0), ('seed', 0)):
+        for name, low in (('dim', 1), ('classes', 2), ('steps', 0)):
             checks.whole(name, getattr(self, name), low)
+        checks.seed(self.seed)
         checks.number('sparsity', self.sparsity, high=1, open_high=True)
         for name in ('norm', 'fit_norm'):
             checks.number(name, getattr(self, name), open_low=True)

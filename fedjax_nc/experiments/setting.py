@@ -368,10 +368,9 @@ class Setting(Plain):
             raise ValueError(
                 f'most_classes must be at least classes_per_client, {self.classes_per_client}, not {self.most_classes}'
             )
-        for name in ('max_examples', 'crop', 'seed'):
+        checks.seed(self.seed)
+        for name in ('max_examples', 'crop'):
             checks.whole(name, getattr(self, name), 0)
-        if self.seed >= 2**32:
-            raise ValueError(f'seed must be below 2^32, beyond which keys begin again, not {self.seed}')
         for name in ('alpha', 'lr', 'server_lr'):
             checks.number(name, getattr(self, name), open_low=True)
         for name in ('participation', 'lr_decay'):

@@ -190,19 +190,19 @@ def _securable(agreed: Agreement, secure: Secure, found: list[Shapes]) -> None:
 
 def _weighs(algorithm: Algorithm, message: Tree) -> bool:
     """Whether something goes into the sum beside the message: it is there where that is zero."""
-    nothing = jax.tree.map(lambda u: jnp.zeros((1, *u.shape), u.dtype), message)
-    summand = algorithm.aggregate.partial(nothing, jnp.ones(1), jnp.zeros(1, jnp.int32), 1)
-    return any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(summand))
+    nothing = summand(algorithm, jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), message), 1)
+    return any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(nothing))
+
+
+def summand(algorithm: Algorithm, message: Tree, size: int, cohort: int = 1) -> Tree:
+    """What the message of a site with so many examples becomes on its way to the sum."""
+    rows = jax.tree.map(lambda u: jnp.asarray(u)[None], message)
+    return algorithm.aggregate.partial(rows, jnp.full(1, size, jnp.float32), jnp.zeros(1, jnp.int32), cohort)
 
 
 def partial_shapes(algorithm: Algorithm, message: Tree, cohort: int) -> Tree:
     """What one site's message becomes on its way to the sum, as shapes; of a sum it does not grow with the cohort."""
-
-    def one(message: Tree) -> Tree:
-        rows = jax.tree.map(lambda u: u[None], message)
-        return algorithm.aggregate.partial(rows, jnp.ones(1), jnp.zeros(1, jnp.int32), cohort)
-
-    return jax.eval_shape(one, message)
+    return jax.eval_shape(lambda message: summand(algorithm, message, 1, cohort), message)
 
 
 def blank(agreed: Agreement, sizes: Sequence[int] | np.ndarray) -> FederatedData:

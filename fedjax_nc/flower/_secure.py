@@ -63,7 +63,7 @@ def vector(agreed: Agreement, number: int, message: Tree, size: int, largest: in
       WireError: if an entry lies beyond the limit, or is NaN.
     """
     assert agreed.secure is not None
-    summand = jax.device_get(_partial(agreed, number, message, size))
+    summand = jax.device_get(_plan.summand(agreed.phases[number].algorithm, message, size))
     parts = []
     for (name, u), unit in zip(tree.by_path(summand).items(), units(agreed, number, message, largest), strict=True):
         scaled = np.asarray(u, np.float64).reshape(-1) / unit
@@ -97,14 +97,8 @@ def length(agreed: Agreement, number: int, kinds: Tree) -> int:
 def units(agreed: Agreement, number: int, kinds: Tree, largest: int) -> list[float]:
     """For each leaf of a summand, what a message of ones from the largest site gives there."""
     ones = jax.tree.map(lambda u: jnp.ones(u.shape, u.dtype), kinds)
-    summand = jax.device_get(_partial(agreed, number, ones, largest))
+    summand = jax.device_get(_plan.summand(agreed.phases[number].algorithm, ones, largest))
     return [float(np.max(np.abs(u), initial=0.0)) or 1.0 for u in jax.tree.leaves(summand)]
-
-
-def _partial(agreed: Agreement, number: int, message: Tree, size: int) -> Tree:
-    rows = jax.tree.map(lambda u: jnp.asarray(u)[None], message)
-    aggregate = agreed.phases[number].algorithm.aggregate
-    return aggregate.partial(rows, jnp.full(1, size, jnp.float32), jnp.zeros(1, jnp.int32), 1)
 
 
 def mods(secure: Secure) -> list[Callable[..., Message]]:
