@@ -101,9 +101,10 @@ def main() -> None:
 
     said = {'classes': images.classes, 'about': {'model': f'{args.library} CNN {WIDTHS}', 'pixels': '[-1, 1]'}}
     saving.save(args.out / 'general.safetensors', algorithm, run.state, train, **said)
-    saving.save(args.out / 'client-3.safetensors', stage, own, train, client=3, **said)
+    one = min(3, args.clients - 1)
+    saving.save(args.out / f'client-{one}.safetensors', stage, own, train, client=one, **said)
     saving.export(args.out / 'general.jax', algorithm, run.state, train, **said)
-    saving.export(args.out / 'client-3.jax', stage, own, train, client=3, **said)
+    saving.export(args.out / f'client-{one}.jax', stage, own, train, client=one, **said)
     print(f'written to {args.out}')
 
 

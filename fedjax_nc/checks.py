@@ -250,6 +250,21 @@ def stacked(name: str, clients: Any) -> None:
         )
 
 
+def population(clients: Any, count: int) -> None:
+    """Refuses client states of another number of clients than the data have.
+
+    Args:
+      clients: states [K, ...], or their shapes.
+      count: K of the data.
+
+    Raises:
+      ValueError: for such states.
+    """
+    held = {u.shape[0] for u in jax.tree.leaves(clients)}
+    if held - {count}:
+        raise ValueError(f'the state has {held.pop()} clients and the data {count}: make it with init or join')
+
+
 SUCH_AS = {
     Objective: 'an Objective, such as objective(model, head, loss)',
     Model: 'a Model, such as models.from_flax(module)',

@@ -46,9 +46,12 @@ def scatter(z: Array, y: Array, weight: Array, mean: Array) -> Array:
 
     Products of centred features: the mean of squares less the square of the mean would lose all digits in float32.
     Classes follow each other, so that memory is that of the features and the result. Other arguments and errors are
-    those of `sums`: ValueError.
+    those of `sums`: ValueError, for means of another shape too.
     """
+    checks.rows('mean', mean)
     check_rows(z, y, weight, len(mean))
+    if mean.shape[1] != z.shape[1]:
+        raise ValueError(f'features of {z.shape[1]} dimensions have no means {mean.shape}')
     z = z.astype(jnp.float32)
 
     def of_class(args: tuple[Array, Array]) -> Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from fedjax_nc import checks
 from fedjax_nc.base import Array, FederatedData, State, Tree
 
 AXIS = 'clients'  #: the axis of a mesh
@@ -54,7 +55,11 @@ def place(mesh: Mesh, state: State, data: FederatedData) -> tuple[State, Federat
 
     Returns:
       State and data, with the same values.
+
+    Raises:
+      ValueError: for client states that are kept off the devices.
     """
+    checks.stacked('state.clients', state.clients)
     server, clients = shardings(mesh, state.clients)
     state = State(jax.device_put(state.server, server), jax.device_put(state.clients, clients))
     return state, jax.device_put(data, server)

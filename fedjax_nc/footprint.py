@@ -71,13 +71,14 @@ def estimate(
       Bytes of each part; `total` of them all.
 
     Raises:
-      ValueError: for a cohort or a chunk that `make_round` refuses, another platform, or client states that are kept
-        off the devices.
+      ValueError: for a cohort or a chunk that `make_round` refuses, another platform, or client states of another
+        population or that are kept off the devices.
     """
     if platform not in (None, 'cpu', 'cuda', 'rocm', 'tpu'):
         raise ValueError(f"platform must be 'cpu', 'cuda', 'rocm' or 'tpu', not {checks.shown(platform)}")
     simulate.make_round(algorithm, cohort=cohort, chunk=chunk)
     checks.stacked('state.clients', state.clients)
+    checks.population(state.clients, data.num_clients)
     key = jax.eval_shape(lambda: jax.random.key(0))
     members = jax.eval_shape(lambda key: simulate.choose(key, data.num_clients, cohort), key).size
     platform = platform or {'gpu': 'cuda'}.get(name := jax.default_backend(), name)

@@ -116,10 +116,11 @@ def sample(
       which the first `size` are real; `counts` [C] says how many of each class.
 
     Raises:
-      ValueError: if `samples` is no whole number of at least 1.
+      ValueError: if `samples` is no whole number of at least 1, or `ridge` negative.
     """
     samples = checks.static('samples', samples)
     checks.flags(proportional=proportional)
+    checks.number('ridge', ridge)
     count, classes = gaussians.count, len(gaussians.count)
     share = samples * (count > 0).astype(jnp.int32)
     if proportional:

@@ -4,6 +4,8 @@
 examples of a batch happens in `objective`. Variants are made with `functools.partial(balanced_softmax, gamma=0.5)`.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -84,6 +86,7 @@ def dot_regression(logits: Array, labels: Array, counts: Array | None = None, *,
     only force pulls a feature towards its class vector. Other arguments and errors (ValueError) are those of
     `cross_entropy`.
     """
+    checks.number('target', target, -math.inf)
     return 0.5 * jnp.square(_true_logit(logits, labels) - target)
 
 
@@ -133,6 +136,7 @@ def positive(logits: Array, labels: Array, counts: Array | None = None, *, targe
     The loss of FedAwS's clients (Yu et al., ICML 2020), for logits that are cosines. Other arguments and errors
     (ValueError) are those of `cross_entropy`.
     """
+    checks.number('target', target, -math.inf)
     return jnp.square(jnp.maximum(target - _true_logit(logits, labels), 0.0))
 
 

@@ -107,10 +107,11 @@ def tallying(task: Objective, epochs: int) -> Objective:
       epochs: those of the plan of local work.
 
     Raises:
-      ValueError: for a `task` that is no Objective.
+      ValueError: for a `task` that is no Objective, or `epochs` below 1.
     """
 
     checks.kind('task', task, Objective)
+    checks.whole('epochs', epochs)
 
     def own(v: Variables) -> Variables:
         return v._replace(stats=v.stats['model'])

@@ -460,7 +460,7 @@ def _curves(axes: 'Axes', curves: Curves, scale: float = 1, ranks: Mapping[str, 
             raise ValueError(f'{name!r} needs two things, rounds [R] and accuracy [R] or [seeds, R]; got {got}.')
         (rounds, values), i = curve, ranks[name]
         x, y = np.asarray(rounds), np.atleast_2d(np.asarray(values, float)) * scale
-        if x.ndim != 1 or y.ndim != 2 or y.shape[1] != len(x):
+        if x.ndim != 1 or y.ndim != 2 or y.shape[1] != len(x) or not len(y):
             raise ValueError(
                 f'{name!r} needs rounds [R] and accuracy [R] or [seeds, R]; shapes: {x.shape} and {np.shape(values)}.'
             )

@@ -216,9 +216,7 @@ def make_round(
         checks.kind('state', state, State)
         population = data.num_clients
         checks.stacked('state.clients', state.clients)
-        if any(u.shape[0] != population for u in jax.tree.leaves(state.clients)):
-            held = jax.tree.leaves(state.clients)[0].shape[0]
-            raise ValueError(f'the state has {held} clients and the data {population}: make it with init or join')
+        checks.population(state.clients, population)
         if isinstance(data, Part):
             ids = brought(data, ids)
         else:
@@ -242,8 +240,8 @@ def make_work(algorithm: Algorithm, *, chunk: int | None = None, mesh: Mesh | No
     checks.algorithm(algorithm)
     if chunk is not None:
         chunk = checks.static('chunk', chunk)
-    if mesh is not None and mesh.axis_names != (devices.AXIS,):
-        raise ValueError(f"the mesh needs the one axis 'clients', not {mesh.axis_names}: make it with devices.mesh")
+    if mesh is not None and getattr(mesh, 'axis_names', None) != (devices.AXIS,):
+        raise ValueError(f"the mesh needs the one axis 'clients': make it with devices.mesh, not {mesh!r}")
     count = 1 if mesh is None else mesh.size
 
     def run(
@@ -364,9 +362,12 @@ def choose(key: Array, population: int, cohort: int | None) -> Array:
       cohort: M, drawn uniformly without replacement; None for everyone, in order.
 
     Raises:
-      ValueError: for a cohort larger than the population.
+      ValueError: for a cohort larger than the population, or of nobody.
     """
-    if cohort is None or cohort == population:
+    if cohort is None:
+        return jnp.arange(population)
+    checks.whole('cohort', cohort)
+    if cohort == population:
         return jnp.arange(population)
     if cohort > population:
         raise ValueError(f'a cohort of {cohort} cannot be drawn from {population} clients')

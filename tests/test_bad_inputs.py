@@ -18,8 +18,10 @@ from fedjax_nc import (
     algorithms,
     checks,
     classwise,
+    devices,
     evaluate,
     experiments,
+    footprint,
     frames,
     gaussians,
     heads,
@@ -39,7 +41,20 @@ from fedjax_nc import (
     tuning,
     watch,
 )  # fmt: skip
-from fedjax_nc.algorithms import fedavg, fedetf, fedmmd, fedprox, finetune, latest, moon, scaffold
+from fedjax_nc.algorithms import (
+    fedavg,
+    fedaws,
+    fedetf,
+    fedloge,
+    fedmmd,
+    fednh,
+    fedprox,
+    finetune,
+    latest,
+    moon,
+    scaffold,
+    solo,
+)
 from fedjax_nc.base import Head
 from fedjax_nc.data import federate, folders, host, load_npz
 from fedjax_nc.experiments import pipeline, seeds
@@ -645,3 +660,56 @@ def test_means_of_nothing_and_masks_of_another_shape():
 )
 def test_numbers_that_mean_nothing(call, said):
     refused(call, said)
+
+
+MEANS = aggregators.ClassRows(jnp.ones((3, 1)), jnp.ones(3))
+ROWS = jnp.ones((3, 4)), jnp.zeros(3, int), jnp.ones(3)
+
+
+@pytest.mark.parametrize(
+    ('call', 'said'),
+    [
+        (lambda: finetune.algorithm(toys.task, toys.opt, parts=()), 'parts must name'),
+        (lambda: fednh.follow(jnp.ones((3, 4)), MEANS._replace(rows=jnp.ones((3, 4))), 2.0), 'rho'),
+        (lambda: fednh.follow(jnp.ones((3, 4)), MEANS, 0.5), 'do not follow means (3, 1)'),
+        (lambda: classwise.scatter(*ROWS, jnp.ones((2, 1))), 'no means (2, 1)'),
+        (lambda: gaussians.sample(KEY, gaussians.Gaussians(*[jnp.ones((2, 3))] * 3), 4, ridge=-1), 'ridge'),
+        (lambda: metrics.similarity.sliced_wasserstein(KEY, ROWS[0], jnp.ones((3, 4, 1))), 'covariances (3, 4, 4)'),
+        (lambda: metrics.similarity.sliced_wasserstein(KEY, ROWS[0], jnp.ones((3, 1))), 'covariances (3, 4, 4)'),
+        (lambda: losses.dot_regression(*ROWS[:2], target=jnp.ones((3, 1))), 'target'),
+        (lambda: losses.positive(*ROWS[:2], target=jnp.ones((3, 1))), 'target'),
+        (lambda: memory.tallying(toys.task, 0), 'epochs'),
+        (lambda: simulate.make_round(PLAIN, mesh=3), 'devices.mesh'),
+        (lambda: simulate.choose(KEY, 5, 0), 'cohort'),
+        (lambda: experiments.Setting(dataset=['digits']), 'name of one'),
+        (lambda: seeds.run([], []), 'no settings'),
+        (lambda: plots.accuracy_curves({'a': ([0, 1, 2], np.zeros((0, 3)))}), 'shapes'),
+    ],
+)
+def test_shapes_and_ranges_that_would_pass_silently(call, said):
+    refused(call, said)
+
+
+@pytest.mark.parametrize('method', ['fedaws', 'fedloge'])
+def test_a_base_that_sends_no_model(method, data):
+    if method == 'fedaws':
+        algorithm = fedaws.algorithm(toys.task, toys.opt, base=solo.algorithm)
+    else:
+        model = models.from_flax(models.MLP((8,)))
+        algorithm = fedloge.algorithm(model, toys.opt, frame=frames.simplex_etf, base=solo.algorithm)
+    state = simulate.init(algorithm, KEY, data)
+    refused(lambda: simulate.make_round(algorithm)(KEY, state, data), 'such as fedprox')
+
+
+def test_states_of_another_population(data):
+    algorithm = scaffold.algorithm(toys.task, toys.opt)
+    state = simulate.init(algorithm, KEY, data)
+    refused(lambda: footprint.estimate(algorithm, state, SINGLE), 'the state has')
+    kept = population.init(algorithm, KEY, data)
+    refused(lambda: devices.place(devices.mesh(), kept, data), 'kept off the devices')
+
+
+def test_clients_by_name_and_by_number(tmp_path):
+    arrays = {f'{kind}_{part}': [0, 1] for kind in 'xy' for part in ('train', 'test')}
+    np.savez(tmp_path / 'mixed.npz', **arrays, clients_train=['a', 'b'], clients_test=[0, 1])
+    refused(lambda: load_npz(tmp_path / 'mixed.npz'), 'save both as names')

@@ -14,7 +14,7 @@ import toys
 
 from fedjax_nc import data, experiments, local, testing
 from fedjax_nc.experiments import Setting, command, measures, recipes, runner, scene, seeds
-from fedjax_nc.experiments.study import Run, Study
+from fedjax_nc.experiments.study import Run, Study, known_metric
 from fedjax_nc.training import DivergedError
 
 MODULE = '''
@@ -156,6 +156,16 @@ def test_a_study_takes_it_beside_others(tmp_path):
     found = [runner.summary(run, tmp_path / 'out') for run in study.runs]
     assert [summary['algorithm'] for summary in found] == ['fedavg', 'steps.halved:decayed']
     assert sorted(path.name.split('-')[0] for path in (tmp_path / 'out' / 'runs').iterdir()) == ['decayed', 'fedavg']
+
+
+def test_a_study_takes_what_it_measures_of_views_of_its_own():
+    own = Setting(**DIGITS, algorithm='steps.halved:TURNED', eval_last=1)
+    for name in ('personal_accuracy_whole', 'global_accuracy_whole_last1'):
+        known_metric('heading', name, own)
+        with pytest.raises(ValueError, match=r'metrics: heading cannot be'):
+            known_metric('heading', name, Setting(**DIGITS, eval_last=1))
+    with pytest.raises(ValueError, match=r'metrics: heading cannot be'):
+        known_metric('heading', 'global_accuracy_whole_last2', own)
 
 
 @pytest.mark.slow

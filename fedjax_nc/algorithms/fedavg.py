@@ -77,10 +77,22 @@ def trained_model(server: Server, message: Any) -> Variables:
 
 
 def moved_parts(value: Tree) -> set[str]:
-    """Names of the top-level parameters that `Aggregate.value` moves, whatever holds FedAvg's in an entry 'base'."""
+    """Names of the top-level parameters that `Aggregate.value` moves, whatever holds FedAvg's in an entry 'base'.
+
+    Raises:
+      ValueError: where it moves none.
+    """
     while 'delta' not in value:
+        if 'base' not in value:
+            raise ValueError('this method works on a model that clients send: use a base that has one, such as fedprox')
         value = value['base']
     return set(value['delta'])
+
+
+def checked_parts(parts: Sequence[str] | None) -> None:
+    """Raises ValueError for `parts` that name nothing."""
+    if parts is not None and not parts:
+        raise ValueError("parts must name what is trained, such as ('body',), or be None for all")
 
 
 def checked_penalty(penalty: Any) -> None:
@@ -141,8 +153,9 @@ def plain_message(message: Any) -> Message:
       ValueError: if it holds more than FedAvg's, which would no longer fit.
     """
     if not isinstance(message, Message):
+        sent = sorted(getattr(message, '_fields', ())) or 'nothing'
         raise ValueError(
-            f'this method changes what clients send, and its base sends {sorted(message._fields)}: '
+            f'this method changes what clients send, and its base sends {sent}: '
             'use one whose messages are those of FedAvg, such as fedprox'
         )
     return message
@@ -202,8 +215,7 @@ def algorithm(
     checks.optimizer('client_opt', client_opt)
     checked('plan', plan)
     checks.flags(persist_momentum=persist_momentum)
-    if parts is not None and not parts:
-        raise ValueError("parts must name what is trained, such as ('body',), or be None for all")
+    checked_parts(parts)
     if server_opt is not None:
         checks.transformation('server_opt', server_opt)
     for name, value in (('aggregate', aggregate), ('aggregate_stats', aggregate_stats)):

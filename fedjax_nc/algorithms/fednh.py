@@ -131,7 +131,14 @@ def follow(prototypes: Array, mean: ClassRows, rho: Array | float, unit_means: b
 
     Returns:
       [C, D] float32. Rows of classes whose mean has no weight are kept bit for bit.
+
+    Raises:
+      ValueError: for another `rho`, or means of other shapes.
     """
+    checks.number('rho', rho, high=1)
+    checks.rows('prototypes', prototypes)
+    if mean.rows.shape != prototypes.shape:
+        raise ValueError(f'prototypes {prototypes.shape} do not follow means {mean.rows.shape}')
     target = normalize(mean.rows) if unit_means else mean.rows
     moved = normalize(rho * prototypes + (1 - rho) * target)
     return jnp.where(mean.weight[:, None] > 0, moved, prototypes)

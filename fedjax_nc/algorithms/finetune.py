@@ -41,11 +41,12 @@ def algorithm(
       An `Algorithm` as of `stage`. The client state is the client's model, nothing is sent.
 
     Raises:
-      ValueError: for an objective, optimizer, plan or penalty that is none; in the first round, for a name in `parts`
-        that no parameters have, or a penalty that is no number.
+      ValueError: for an objective, optimizer, plan or penalty that is none, or `parts` without a name; in the first
+        round, for a name in `parts` that no parameters have, or a penalty that is no number.
     """
     checks.optimizer('client_opt', client_opt)
     checked('plan', plan)
+    fedavg.checked_parts(parts)
     fedavg.checked_penalty(penalty)
 
     def tune(key: Array, server: fedavg.Server, mine: Variables, shard: Shard) -> tuple[Variables, Info]:

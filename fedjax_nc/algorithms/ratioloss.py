@@ -4,8 +4,8 @@ Addressing Class Imbalance in Federated Learning.
 Wang, Xu, Wang, Zhu. AAAI 2021. https://arxiv.org/abs/2008.06217
 
 The server holds a few examples of every class. From the model that it has sent out, it trains one copy on each class,
-which changes the class vectors by `U_c [D, C]`. Of the entries that move most for class c, and for no other class by
-more than 80 % of that, it takes
+which changes the class vectors by `U_c [D, C]`. Of the entries that rise most for class c, and for no other class move
+by more than 80 % of that, it takes
 
     R_c = | sum U_c | / | sum mean_{p != c} U_p |,
 

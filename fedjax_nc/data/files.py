@@ -47,6 +47,8 @@ def load_npz(path: str | os.PathLike[str]) -> Dataset:
         named = [
             name for name in ('clients_train', 'clients_test') if name in arrays and arrays[name].dtype.kind == 'U'
         ]
+        if len(named) == 1 and {'clients_train', 'clients_test'} <= {*arrays}:
+            raise ValueError(f'{named[0]} are names and the other numbers: save both as names')
         if named and 'clients' not in arrays:  # numbered together, so that a client has one number
             arrays['clients'] = np.unique(np.concatenate([arrays[name] for name in named]))
             for name in named:

@@ -69,8 +69,10 @@ def run(
 
     Raises:
       ValueError: for settings that differ in more than their seed, a method of `ALONE`, or a folder that is in use
-        or holds a run.
+        or holds a run; without a setting.
     """
+    if not settings:
+        raise ValueError('there are no settings to run')
     first = settings[0]
     if any(dataclasses.replace(setting, seed=first.seed) != first for setting in settings):
         raise ValueError('runs of one program may differ in their seed alone')

@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedjax_nc import checks
-from fedjax_nc.experiments import probes
+from fedjax_nc.experiments import probes, recipes
 from fedjax_nc.experiments.geometry import Geometry
 from fedjax_nc.experiments.scene import check as checked
 from fedjax_nc.experiments.scene import method_key
@@ -371,6 +371,9 @@ def known_metric(heading: str, name: Any, setting: Setting | Geometry) -> None:
                  'rounds_per_second', 'compile_seconds', 'padded_work_share', 'broken_clients')  # fmt: skip
         if isinstance(name, str) and re.fullmatch(r'rounds_to:(0?\.\d+|1(\.0*)?)', name):
             return
+        views = rf'personal_accuracy_\w+|global_accuracy_\w+_last{setting.eval_last}'
+        if setting.algorithm not in recipes.RECIPES and isinstance(name, str) and re.fullmatch(views, name):
+            return  # what a method of one's own may call its views and variants
         if probed is None and isinstance(name, str) and re.fullmatch(rf'global_\w+_last{setting.eval_last}', name):
             return  # what one's own probe may call so
     if name not in names:

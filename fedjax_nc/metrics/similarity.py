@@ -190,9 +190,12 @@ def sliced_wasserstein(key: Array, mean: Array, cov: Array, *, directions: int =
       directions: their number.
 
     Raises:
-      ValueError: without a direction.
+      ValueError: without a direction, or for covariances of another shape.
     """
     checks.whole('directions', directions)
+    checks.rows('mean', mean)
+    if cov.shape not in (mean.shape, (*mean.shape, mean.shape[1])):
+        raise ValueError(f'means {mean.shape} need covariances {(*mean.shape, mean.shape[1])}, not {cov.shape}')
     w = normalize(jax.random.normal(key, (directions, mean.shape[1])))
     cov = jax.vmap(jnp.diag)(cov) if cov.ndim == 2 else cov
     variance = jax.lax.map(lambda s: jnp.sum(jnp.matmul(w, s, precision='highest') * w, axis=1), cov)
