@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> str:
         if not args.table:
             carry_on(args, known)
         left = [row.name for row in wanted(args) if known.get(row.name, {}).get('state') in (None, 'cut')]
-        given = shlex.join(sys.argv[1:] if argv is None else argv)
+        given = shlex.join(word for word in (sys.argv[1:] if argv is None else argv) if word != '--table')
         table = accelerator_table.markdown(list(known.values()), left, f'python benchmarks/accelerator.py {given}')
         if not args.table:
             _checkpoints.replace(args.out / 'table.md', table + '\n')

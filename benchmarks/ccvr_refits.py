@@ -3,8 +3,8 @@
     python benchmarks/ccvr_refits.py --data-dir ~/data --out runs/refits
 
 Trains FedAvg as `ccvr_2 --scale reduced` does (CIFAR-10, Dir(0.5)) and refits the head of the last model in many ways:
-on all real features, and on CCVR's virtual ones. Each way is one change of what the table has. Can be stopped, and goes
-on when called again. Writes SCENE.json and ccvr_refits.md there.
+on all real features, and on CCVR's virtual ones. Most ways are one change of what the table has. Can be stopped, and
+goes on when called again. Writes SCENE.json there, of other seeds than 0 "SCENE, seed 1.json", and ccvr_refits.md.
 """
 
 import argparse

@@ -7,7 +7,8 @@ Trains a row of FedNH's Table 1 (CIFAR-10, Dir(0.3)) as `fednh_1 --scale reduced
 after each round the ten clients that took part, with the models that they have just trained, and says nothing of the
 others. So this does in each of the last --last rounds, on the first --images test images, beside the generic model on
 all of them, and says what PM(V) and PM(L) come out as if those of one round are taken, and which round. Can be stopped,
-and goes on when called again. Writes METHOD.json and cohort_models.md there.
+and goes on when called again. Writes METHOD.json there, of other seeds than 0 "METHOD, seed 1.json", and
+cohort_models.md.
 """
 
 import argparse
@@ -48,6 +49,7 @@ def measured(setting: Setting, args: argparse.Namespace, folder: Path) -> dict[s
         told = {name: evaluate.weighted_accuracy(tables, weights[kind][ids]) for kind, name in KINDS.items()}
         seen = {
             'round': row['round'],
+            'images': args.images,
             'GM': float(evaluate.accuracy(measure.table(recipe.general, state))),
             **{name: float(jnp.mean(values)) for name, values in told.items()},
             'clients': {name: np.asarray(values).tolist() for name, values in told.items()},
@@ -60,12 +62,16 @@ def measured(setting: Setting, args: argparse.Namespace, folder: Path) -> dict[s
         out=folder, resume=True, checkpoint_pause=pipeline.PAUSE, on_round=on_round, name=setting.label,
     )  # fmt: skip
     told, _, _ = measure.personal(done.state, measure.delivered(done.state))
-    rounds = {row['round']: row for row in map(json.loads, path.read_text().splitlines())}  # the last of each counts
+    rows = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    rounds = {row['round']: row for row in rows if row.get('images') == args.images}  # the last of each counts
+    wanted = range(setting.rounds - args.last + 1, setting.rounds + 1)
+    if not {*wanted} <= {*rounds}:
+        raise ValueError(f'{folder} was measured by other --images or fewer rounds: take another --out, or delete it')
     return {
         'setting': setting.plain(),
         'images': args.images,
         'all': {name: told[f'personal_accuracy_{kind}'] for kind, name in KINDS.items()},
-        'rounds': [rounds[t] for t in sorted(rounds)],
+        'rounds': [rounds[t] for t in wanted],
         'of_all': told['clients'],
         **provenance.about(),
     }
@@ -114,7 +120,8 @@ def main() -> None:
     setting = study.some([args.method], seeds=[args.seed]).runs[0].setting
     assert isinstance(setting, Setting)
     result = measured(setting, args, args.out / setting.name)
-    pipeline.write(args.out / f'{args.method}.json', result)
+    name = f'{args.method}, seed {args.seed}' if args.seed else args.method
+    pipeline.write(args.out / f'{name}.json', result)
     results = {path.stem: json.loads(path.read_text()) for path in sorted(args.out.glob('*.json'))}
     text = markdown(results)
     (args.out / 'cohort_models.md').write_text(text)

@@ -4,9 +4,9 @@
 
 It runs `examples/consortium` on this machine, kills a site (its SuperNode and whatever that has started) `--sites`
 times, and the SuperLink with the running ServerApp `--servers` times, spread over the rounds, in an order and at
-moments drawn at random; what was killed is started again some seconds later, on what it has on disk. Another site is
-slowed down to half of its speed now and then. At the end the model is compared with a simulation of the rounds as
-they came to pass, and counts are printed and written to `faults.json`.
+moments drawn at random; what was killed is started again some seconds later, on what it has on disk. A site is slowed
+down to half of its speed now and then. At the end the model is compared with a simulation of the rounds as they came to
+pass, and counts are printed and written to `faults.json`.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
     python benchmarks/profile_round.py --workload W1 --data-dir ~/data
     python benchmarks/profile_round.py --workload W4 --rounds 20 --top 12 --json w4.json
-Workloads and options are those of rounds_per_second.py; how to read the tables is explained in benchmarks/README.md.
+Workloads and options are those of rounds_per_second.py, but for what takes more than one round; how to read the tables
+is explained in benchmarks/README.md.
 
 Every instant of a round is given to the operations that run in it, in equal parts where several threads work on
 different ones. Where none does, it is the runtime's ("loops and scheduling") if a thread of the runtime is between two
@@ -275,8 +276,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     args = arguments(argv)
-    if args.compare:
-        raise ValueError('a profile has no peers: leave --compare to rounds_per_second.py')
+    if args.compare or args.tune or max(args.rounds_per_call) > 1 or args.keep in ('host', 'disk'):
+        raise ValueError(
+            'a profile is of one round alone: leave --compare, --tune, --rounds-per-call and states on host or disk to '
+            'rounds_per_second.py'
+        )
     work = rounds_per_second.settle(args)
     rounds_per_second.prepare(max(count or 1 for count in args.devices), args.tf32)
     clients, source = rounds_per_second.load(args, work)

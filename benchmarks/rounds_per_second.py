@@ -84,7 +84,7 @@ def arguments(argv: list[str] | None, parser: Parser | None = None) -> argparse.
     parser.add_argument(
         '--keep', choices=['device', 'host', 'disk'], help='FedAvg whose clients keep their momentum, and where'
     )
-    parser.add_argument('--pool', type=count, help='random examples that all clients draw from; default: one use each')
+    parser.add_argument('--pool', type=count, help='examples that all clients draw from; default: one use each')
     parser.add_argument('--data-dir', type=Path, help='where CIFAR-10 lies or is put; random images without it')
     peers = list(side_by_side.PACKAGES)
     parser.add_argument('--compare', choices=peers, nargs='+', default=[], help='take turns with these')
@@ -105,6 +105,10 @@ def settle(args: argparse.Namespace) -> Workload:
         work = work._replace(cohort=max(1, round(base.cohort / base.clients * work.clients)))
     if work.cohort > work.clients:
         raise ValueError(f'--cohort {work.cohort} is more than the {work.clients} clients')
+    if args.keep and work.algorithm != 'fedavg':
+        raise ValueError(
+            f"--keep is FedAvg's, not that of {work.algorithm}: take another workload, or --algorithm fedavg"
+        )
     if args.keep in ('host', 'disk') and max(args.rounds_per_call) > 1:
         raise ValueError(f'--keep {args.keep}: what is kept there comes and goes between rounds, one a call')
     if work.model != 'mlp' and work.side < 18:

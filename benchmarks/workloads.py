@@ -58,6 +58,9 @@ def load(args: argparse.Namespace, work: Workload) -> tuple[FederatedData, str]:
         x = rng.integers(0, 256, (total, work.side, work.side, 3 if work.side == 32 else 1), np.uint8)
         y = rng.integers(0, 10, total).astype(np.int32)
     if args.pool:
+        if args.pool > len(y):
+            raise ValueError(f'--pool {args.pool}: there are {len(y)} images')
+        x, y = x[: args.pool], y[: args.pool]
         return drawn(x, y, work), f'{source}, {args.pool} shared by all clients'
     limit = min(len(y), args.max_examples or len(y), len(y) if work.samples is None else work.clients * work.samples)
     kept = np.random.default_rng(1).choice(len(y), limit, replace=False)

@@ -120,7 +120,7 @@ def main() -> None:
         )
     clients = populations(digits, args.seeds)
     print(f'Handwritten digits, {CLIENTS} clients, Dirichlet({ALPHA}), {COHORT} a round, {args.rounds} rounds,')
-    print(f'mean of the last {LAST} rounds; mean and standard deviation over {args.seeds} seeds\n')
+    print(f'mean of the last {min(LAST, args.rounds)} rounds; mean and standard deviation over {args.seeds} seeds\n')
     print(f'{"d":>5}{"accuracy in %":>18}{"NC2 of features":>22}{"NC2 after projection":>24}')
     results = {}
     for dim in args.dims:

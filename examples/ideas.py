@@ -31,12 +31,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description='The pictures of docs/ideas.md.')
     parser.add_argument('--out', type=Path, default=Path('docs/pictures'))
     parser.add_argument('--quick', action='store_true', help='little training: to see that it runs')
-    parser.add_argument('--only', nargs='+', choices=PICTURES, default=list(PICTURES), help='these pictures alone')
+    parser.add_argument('--only', nargs='+', choices=PICTURES, help='these pictures alone')
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    plots.save(drawn.draw_clients(), args.out / 'clients.png', dpi=110)
-    plots.save(drawn.draw_frames(), args.out / 'frames.png', dpi=140)
-    for name in args.only:
+    if not args.only:
+        plots.save(drawn.draw_clients(), args.out / 'clients.png', dpi=110)
+        plots.save(drawn.draw_frames(), args.out / 'frames.png', dpi=140)
+    for name in args.only or PICTURES:
         compute, draw = PICTURES[name]
         found = compute(measured.QUICK if args.quick else measured.Setting())
         plots.save(draw(found), args.out / f'{name}.png', dpi=140)

@@ -39,7 +39,7 @@ def play(name: str, seed: int, rounds: int, digits: data.Dataset, parts: list[np
     after = evaluate.over_clients(evaluate.per_client(recipe.personalize, state, test))
     return {
         'curve': [row['accuracy'] for row in run.history],
-        'general, last 5 rounds': training.last_mean(run.history),
+        f'general, last {min(5, rounds)} rounds': training.last_mean(run.history),
         'general, mean of all rounds': float(np.mean([row['accuracy'] for row in run.history])),
         'personal, before tuning': float(before.mean),
         'personal, after tuning': float(after.mean),

@@ -81,6 +81,8 @@ def test_rounds_of_one_call_are_told_by_the_round(bench):
     assert int(row.state.server.round) == 3
     with pytest.raises(ValueError, match='one a call'):
         bench.main([*few, '--keep', 'host'])
+    with pytest.raises(ValueError, match='not that of fedetf'):
+        bench.main(['--workload', 'W3', '--keep', 'device'])
 
 
 def test_a_bad_argument_is_one_line():
@@ -372,6 +374,22 @@ def test_a_shared_pool_makes_many_clients(bench):
     np.testing.assert_array_equal(clients.counts[2999], np.bincount(labels, minlength=10))
 
 
+def test_a_shared_pool_is_a_part_of_a_data_set(bench, monkeypatch):
+    images = np.arange(300, dtype=np.uint8).repeat(3072).reshape(300, 32, 32, 3)
+    found = argparse.Namespace(x_train=images, y_train=np.arange(300, dtype=np.int32) % 10)
+    monkeypatch.setattr('fedjax_nc.data.load_dataset', lambda name, folder: found)
+    given = ['--workload', 'W1', '--clients', '7', '--data-dir', 'somewhere', '--pool']
+    for few, fits in (('100', True), ('301', False)):
+        args = bench.arguments([*given, few])
+        if fits:
+            clients, source = bench.load(args, bench.settle(args))
+            assert clients.x.shape == (100, 32, 32, 3)
+            assert 'CIFAR-10, 100 shared' in source
+        else:
+            with pytest.raises(ValueError, match='--pool 301: there are 300 images'):
+                bench.load(args, bench.settle(args))
+
+
 @pytest.mark.slow
 def test_scaling_counts_communication(bench, capsys):
     scaling = importlib.import_module('scaling')
@@ -398,8 +416,14 @@ def test_clients_of_the_last_round_have_the_models_that_they_keep(bench, tmp_pat
         participation=0.5, batch_size=16, partition='dirichlet_multiclass', alpha=0.3, tests='common',
         personal='latest', rounds=3,
     )  # fmt: skip
-    result = cohort_models.measured(setting, argparse.Namespace(data_dir=None, images=None, last=2), tmp_path)
+    args = argparse.Namespace(data_dir=None, images=None, last=2)
+    result = cohort_models.measured(setting, args, tmp_path)
     assert [row['round'] for row in result['rounds']] == [2, 3]
+    args.last = 1
+    assert cohort_models.measured(setting, args, tmp_path)['rounds'] == result['rounds'][1:]
+    for other in ({'images': 20}, {'last': 3}):
+        with pytest.raises(ValueError, match='was measured by other --images or fewer rounds'):
+            cohort_models.measured(setting, argparse.Namespace(**{**vars(args), **other}), tmp_path)
     k_train = jax.random.split(jax.random.key(setting.seed), 3)[1]
     ids = simulate.choose(simulate.cohort_key(jax.random.fold_in(k_train, 2)), 6, 3)
     for name, kind in (('PM(V)', 'present'), ('PM(L)', 'labels')):

@@ -189,6 +189,7 @@ def test_shares_add_up_to_the_round(script, tmp_path, capsys, options, busy, ste
     assert json.loads(path.read_text()) == {'profiles': [result]}
 
 
-def test_peers_are_refused(script):
-    with pytest.raises(ValueError, match='a profile has no peers'):
-        script.main(['--compare', 'pytorch'])
+@pytest.mark.parametrize('more', [['--compare', 'pytorch'], ['--tune'], ['--rounds-per-call', '2'], ['--keep', 'host']])
+def test_what_takes_more_than_a_round_is_refused(more, script):
+    with pytest.raises(ValueError, match='a profile is of one round alone'):
+        script.main(more)

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -559,3 +560,21 @@ class TestFigures:
             content = summary(run, 0.6, 0.7) | {'class_examples': [30] * 9 + [14 + run.seed]}
             write(tmp_path, run, content, curve(0.6, 4))
         assert (report.write(known, tmp_path) / 'report.md').exists()
+
+
+PUBLISHED = Path(__file__).parent.parent / 'benchmarks' / 'published'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', sorted(path.parent.name for path in PUBLISHED.glob('*/report.md')))
+def test_reports_in_the_repository_are_those_of_their_runs(name, tmp_path):
+    """Every number and note, by what the tables and studies say today."""
+    (tmp_path / 'runs').symlink_to(PUBLISHED / 'runs')
+    own = PUBLISHED.parent / f'{name}.toml'
+    known = Study.read(own) if own.exists() else Study.read(*name.split('-'))
+    folder = report.write(known, tmp_path)
+    assert folder.name == name
+    texts = [path.name for path in (PUBLISHED / name).iterdir() if path.suffix in ('.md', '.tex', '.csv')]
+    assert {'report.md', 'report.tex', 'runs.csv', 'table.csv'} <= {*texts}
+    for text in texts:
+        assert (folder / text).read_text() == (PUBLISHED / name / text).read_text(), text

@@ -4,9 +4,9 @@
 
 It makes certificates and keys, starts Flower's programs on the loopback interface, registers the sites and runs the app
 in `digits`. On the way site 1 is killed and comes back, and later site 2 freezes and never answers again; with `--calm`
-nothing happens to them. At the end it compares the model with a simulation of the same rounds in this process. Stopped
-and started again with the same directory it goes on where it was. About ten minutes on two cores, most of which goes
-into starting a process for each message, as Flower does.
+or `--secure` nothing happens to them. At the end it compares the model with a simulation of the same rounds in this
+process. Stopped and started again with the same directory it goes on where it was. About ten minutes on two cores, most
+of which goes into starting a process for each message, as Flower does.
 """
 
 import argparse
@@ -320,13 +320,17 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=20)
     parser.add_argument('--out', type=Path, default=Path('runs/consortium'))
     parser.add_argument('--half', action='store_true', help='send float16')
-    parser.add_argument('--secure', action='store_true', help='sum messages unseen, by SecAgg+')
+    parser.add_argument(
+        '--secure', action='store_true', help='sum messages unseen, by SecAgg+; nothing happens to the sites'
+    )
     parser.add_argument('--calm', action='store_true', help='let nothing happen to the sites')
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the programs end with this one
     eventful = not (args.calm or args.secure)
     if args.rounds < (4 if eventful else 1):
-        parser.error('--rounds must be 4 or more, so that there is time for what happens; with --calm 1 or more')
+        parser.error(
+            '--rounds must be 4 or more, so that there is time for what happens; with --calm or --secure 1 or more'
+        )
     with Consortium(args.out, rounds=args.rounds, half=args.half, secure=args.secure) as consortium:
         print(f'SuperLink and {SITES} SuperNodes on 127.0.0.1:{consortium.port}; logs in {consortium.logs}', flush=True)
         consortium.start_link()
