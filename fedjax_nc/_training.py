@@ -299,6 +299,11 @@ def cause(broken: np.ndarray, data: FederatedData) -> str:
             return f'examples of client {k} hold NaN or infinity: mend the data, or leave the client out'
         if y.min() < 0 or y.max() >= data.num_classes:
             return f'labels of client {k} go from {y.min()} to {y.max()}, and the data have {data.num_classes} classes'
+    if np.issubdtype(data.x.dtype, np.integer) and data.x.dtype != np.uint8:
+        return (
+            'if the model embeds their examples as tokens, see that none is beyond its vocabulary, which is NaN; else '
+            'begin a new run with a lower learning rate, or limit gradients by local.sgd(clip=)'
+        )
     return (
         'their examples are finite: begin a new run with a lower learning rate, or limit gradients by local.sgd(clip=)'
     )

@@ -114,9 +114,17 @@ def by_field(**aggregators: Aggregator) -> Aggregator:
     """Aggregates each field of a NamedTuple message by its own aggregator; the aggregate is a dict of the fields.
 
     Fields that `aggregators` does not name are dropped.
+
+    Raises:
+      ValueError: in a round, for messages that lack a field.
     """
 
     def partial(messages: Any, *rest: Any) -> Tree:
+        if lacking := [name for name in aggregators if not hasattr(messages, name)]:
+            raise ValueError(
+                f'messages must be a NamedTuple with the fields {", ".join(aggregators)}, such as fedavg.Message; '
+                f'{type(messages).__name__} has no {", ".join(lacking)}'
+            )
         return {name: a.partial(getattr(messages, name), *rest) for name, a in aggregators.items()}
 
     def finish(total: Tree) -> Tree:

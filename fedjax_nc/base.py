@@ -18,7 +18,7 @@ Tree = Any
 
 
 class Shard(NamedTuple):
-    """The data of one client: rows of a pool that all clients share."""
+    """The data of one client: rows of a pool that all clients share, whose length P means nothing to a client."""
 
     x: Array  #: [P, ...] the pool
     y: Array  #: [P] int32 in [0, C)

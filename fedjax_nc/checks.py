@@ -157,7 +157,12 @@ def labels(name: str, y: Any, length: int | None = None, classes: int | None = N
     if len(shape) != 1 or not jnp.issubdtype(dtype, jnp.integer):
         advice = ''
         if len(shape) == 1 and jnp.issubdtype(dtype, jnp.floating):
-            advice = ': make them integers, as by y.astype(int)'
+            whole_ones = not traced(y) and bool(np.all(np.asarray(y) == np.rint(np.asarray(y))))
+            advice = (
+                ': make them integers, as by y.astype(int)' if whole_ones else '; they are classes, no measurements'
+            )
+        elif len(shape) == 2 and not traced(y):
+            advice = '; one class an example, as of one-hot rows by y.argmax(1)'
         elif len(shape) == 1 and np.dtype(dtype).kind in 'OSU':
             advice = ': number them, as by names, y = np.unique(y, return_inverse=True)'
         raise ValueError(f'{name} must be a vector of integers, not shape {shape}, {dtype}{advice}')

@@ -61,7 +61,8 @@ def estimate(
 
     Args:
       algorithm: any `Algorithm`.
-      state: its state; shapes will do, such as `jax.eval_shape` makes of `simulate.init`.
+      state: its state; shapes will do, such as `jax.eval_shape` makes of `simulate.init`; where those of clients
+        are kept off the devices, those of a cohort.
       data: the clients; shapes will do.
       cohort: clients a round, all by default.
       chunk: clients side by side; by default `simulate.default_chunk`.
@@ -71,14 +72,13 @@ def estimate(
       Bytes of each part; `total` of them all.
 
     Raises:
-      ValueError: for a cohort or a chunk that `make_round` refuses, another platform, or client states of another
-        population or that are kept off the devices.
+      ValueError: for a cohort or a chunk that `make_round` refuses, another platform, or client states that are
+        kept off the devices.
     """
     if platform not in (None, 'cpu', 'cuda', 'rocm', 'tpu'):
         raise ValueError(f"platform must be 'cpu', 'cuda', 'rocm' or 'tpu', not {checks.shown(platform)}")
     simulate.make_round(algorithm, cohort=cohort, chunk=chunk)
     checks.stacked('state.clients', state.clients)
-    checks.population(state.clients, data.num_clients)
     key = jax.eval_shape(lambda: jax.random.key(0))
     members = jax.eval_shape(lambda key: simulate.choose(key, data.num_clients, cohort), key).size
     platform = platform or {'gpu': 'cuda'}.get(name := jax.default_backend(), name)

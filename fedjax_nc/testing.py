@@ -264,7 +264,8 @@ def padding(play: Play) -> str:
 
 def masks(play: Play) -> str:
     """Rows that only fill a batch count for nothing: a client of three examples does the same in a batch of three, or,
-    where batches are no larger, of two in a batch of two. Smaller batches are not looked at."""
+    where batches are no larger, of two in a batch of two. Smaller batches are not looked at. Nor do rows count that the
+    pool holds for nobody."""
     for few in (3, 2):
         said, looked = _filled(play, few)
         if looked:
@@ -281,7 +282,8 @@ def _filled(play: Play, few: int) -> tuple[str, bool]:
     held = jax.nn.one_hot(data.y[data.index[:, :few]], data.num_classes, dtype=jnp.int32)
     counts = jnp.sum(jnp.where(jnp.arange(few)[:, None] < size[:, None, None], held, 0), axis=1)
     wide = data._replace(size=size, counts=counts.astype(data.counts.dtype))
-    narrow = wide._replace(index=data.index[:, :few])  # batches are no wider than the table: there is nothing to fill
+    pool = wide._replace(index=data.index[:, :few])  # batches are no wider than the table: there is nothing to fill
+    narrow = pool._replace(x=jnp.concatenate([data.x, data.x]), y=jnp.concatenate([data.y, data.y]))
     ids = jnp.full(_MEMBERS, data.num_clients, jnp.int32).at[1].set(client)
     try:
         state, report = play.rounds(narrow, ids)
@@ -296,6 +298,8 @@ def _filled(play: Play, few: int) -> tuple[str, bool]:
     filling = f'{few} examples and rows that fill their batch'
     advice = 'leave out where `batch.mask` is False: `objective.masked_mean`, `classwise.means`'
     if said := changed(filled, state, play.atol):
+        if more := changed(play.rounds(pool, ids)[0], state, play.atol):
+            return f"rows that nobody holds change the state, {more}: `len(shard.x)` is nobody's number", True
         return f'{filling} leave another state than {few} alone, {said}: {advice}', True
     if said := changed(told.loss, report.loss, 0.2 * play.atol):
         return f'{filling} report another loss than {few} alone, {said}: {advice}', True
@@ -408,7 +412,7 @@ def nobody(play: Play) -> str:
 
 
 def predict(play: Play) -> str:
-    """Predictions are logits of every class, of the generic model and of each client's."""
+    """Predictions are logits of every class, of the generic model and of each client's, of each example by itself."""
     x, classes = play.data.x[:3], play.data.num_classes
     mine = jax.tree.map(lambda u: u[0], play.state.clients)
     for what, client in (('generic', None), ("client's", mine)):
@@ -430,6 +434,10 @@ def predict(play: Play) -> str:
                 f'the {what} model makes {described(made)} of {len(x)} examples, and logits are '
                 f'float32[{len(x)},{classes}]'
             )
+    client, run = None if play.generic else mine, jax.jit(play.algorithm.predict)
+    alone, among = run(play.state.server, client, x[:1]), run(play.state.server, client, x)[:1]
+    if said := changed(alone, among, play.atol * max(1.0, float(jnp.max(jnp.abs(among))))):
+        return f'an example alone and among others has different logits, {said[len("there ") :]}: do not mix rows'
     return ''
 
 

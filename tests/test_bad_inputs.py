@@ -21,7 +21,6 @@ from fedjax_nc import (
     devices,
     evaluate,
     experiments,
-    footprint,
     frames,
     gaussians,
     heads,
@@ -681,7 +680,7 @@ ROWS = jnp.ones((3, 4)), jnp.zeros(3, int), jnp.ones(3)
         (lambda: memory.tallying(toys.task, 0), 'epochs'),
         (lambda: simulate.make_round(PLAIN, mesh=3), 'devices.mesh'),
         (lambda: simulate.choose(KEY, 5, 0), 'cohort'),
-        (lambda: experiments.Setting(dataset=['digits']), 'name of one'),
+        (lambda: experiments.Setting(dataset=['digits']), 'must be one of'),
         (lambda: seeds.run([], []), 'no settings'),
         (lambda: plots.accuracy_curves({'a': ([0, 1, 2], np.zeros((0, 3)))}), 'shapes'),
     ],
@@ -701,10 +700,33 @@ def test_a_base_that_sends_no_model(method, data):
     refused(lambda: simulate.make_round(algorithm)(KEY, state, data), 'such as fedprox')
 
 
+@pytest.mark.parametrize('made', [lambda z: (z, z), lambda z: (z, z[:, :2]), lambda z: {'features': z}])
+def test_models_of_several_outputs(made, data):
+    model = models.from_functions(lambda key, x: jnp.ones((x.shape[1], 3)), lambda w, x: made(x @ w))
+    algorithm = fedavg.algorithm(objective(model, heads.linear(), losses.cross_entropy), toys.opt)
+    refused(lambda: simulate.init(algorithm, KEY, data), 'must return one array, features [B, D]')
+
+
+def test_messages_without_a_field(data):
+    algorithm = fedavg.algorithm(toys.task, toys.opt)
+    sends_dict = algorithm._replace(
+        client=lambda *args: (lambda c, m, i: (c, m._asdict(), i))(*algorithm.client(*args))
+    )
+    state = simulate.init(sends_dict, KEY, data)
+    refused(lambda: simulate.make_round(sends_dict)(KEY, state, data), 'a NamedTuple with the fields delta, stats')
+
+
+def test_labels_that_are_measurements_or_rows():
+    x = np.zeros((4, 2), np.float32)
+    refused(lambda: federate(x, np.array([0.3, 1.7, 2.2, 0.9]), [[0, 1], [2, 3]]), 'classes, no measurements')
+    refused(lambda: federate(x, np.array([0.0, 1.0, 2.0, 1.0]), [[0, 1], [2, 3]]), 'as by y.astype(int)')
+    refused(lambda: federate(x, np.eye(4, dtype=int), [[0, 1], [2, 3]]), 'y.argmax(1)')
+
+
 def test_states_of_another_population(data):
     algorithm = scaffold.algorithm(toys.task, toys.opt)
     state = simulate.init(algorithm, KEY, data)
-    refused(lambda: footprint.estimate(algorithm, state, SINGLE), 'the state has')
+    refused(lambda: simulate.make_round(algorithm)(KEY, state, SINGLE), 'the state has')
     kept = population.init(algorithm, KEY, data)
     refused(lambda: devices.place(devices.mesh(), kept, data), 'kept off the devices')
 

@@ -232,6 +232,7 @@ def test_a_run_by_the_name_of_the_file(tmp_path, end):
         ({}, {'label': 'radius', 'features': ['count']}, "'radius' must hold whole numbers or words"),
         ({}, {'client': 'radius', 'features': ['count']}, "'radius' must hold whole numbers or words"),
         ({'note': ['text'] * 90}, {}, "'note' holds no numbers: name the columns"),
+        ({'radius': ['1'] * 89 + ['?']}, {}, "'radius' holds '[?]' in row 90, which is no number: mend or drop"),
         ({'radius': [1.0] * 89 + [None]}, {}, "1 rows without 'radius'"),
         ({'diagnosis': [None, *['a'] * 89]}, {}, "1 rows without 'diagnosis'"),
         ({'hospital': [None, *['a'] * 89]}, {}, "1 rows without 'hospital'"),

@@ -348,7 +348,7 @@ def deep(path):
         (lambda f: os.truncate(f / 'test' / 'owl' / '1.png', 99), 'damaged'),
         (lambda f: bomb(f / 'train' / 'cat' / '0.png', 6000), '6000 x 6000 pixels'),
         (lambda f: bomb(f / 'train' / 'cat' / '0.png', 15000), '225000000 pixels'),
-        (lambda f: Image.new('I;16', (8, 6)).save(f / 'train' / 'cat' / '0.png'), 'more than 8 bits'),
+        (lambda f: Image.new('I;16', (8, 6)).save(f / 'train' / 'cat' / '0.png'), 'has more than 8 bits a pixel'),
         (lambda f: deep(f / 'train' / 'cat' / '0.png'), 'more than 8 bits a colour'),
         (lambda f: (f / 'train' / 'cat' / '0.png').write_bytes(bytes(2**25 + 1)), 'more than 33554432'),
         (lambda f: picture(f / 'train' / 'cat' / '0.png', (8, 7)), r'is 6x8 and .*0\.png is 7x8: give a `size`'),

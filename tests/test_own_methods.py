@@ -1,7 +1,9 @@
 """A method of one's own: proven in one line, and run by name from the command line, in studies and in programs."""
 
+import dataclasses
 import importlib
 import json
+import re
 import shutil
 import sys
 import warnings
@@ -13,7 +15,7 @@ import pytest
 import toys
 
 from fedjax_nc import data, experiments, local, testing
-from fedjax_nc.experiments import Setting, command, measures, recipes, runner, scene, seeds
+from fedjax_nc.experiments import Setting, command, measures, recipes, report, runner, scene, seeds
 from fedjax_nc.experiments.study import Run, Study, known_metric
 from fedjax_nc.training import DivergedError
 
@@ -195,11 +197,20 @@ def test_a_study_says_where_its_method_has_changed_since(mine, tmp_path, capsys)
     capsys.readouterr()
     runner.carry_out(again, tmp_path)
     assert 'has changed' in capsys.readouterr().err
+    other = dataclasses.replace(setting, seed=1)
+    experiments.run(other, runner.where(Run('Mine', '', 1, other), tmp_path), progress=False)
+    assert 'Of several versions' not in (report.write(again, tmp_path) / 'report.md').read_text()
     importlib.reload(mine)
     shutil.rmtree(folder)
     runner.carry_out(again, tmp_path)
     runner.carry_out(again, tmp_path)
     assert 'has changed' not in capsys.readouterr().err
+    told = (report.write(again, tmp_path) / 'report.md').read_text()  # of seeds 0 and 1
+    assert re.search(
+        r'Of several versions:\n\n- method steps.halved:algorithm: '
+        r'file \w{12} in Mine, seed 0; file \w{12} in Mine, seed 1\n',
+        told,
+    )
 
 
 @pytest.mark.slow

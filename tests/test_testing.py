@@ -143,6 +143,11 @@ FAULTS = {
         '2 examples and rows that fill their batch leave another state than 2 alone',
     ),
     'masks: a loss that is told': (changing_plain(client=told_by_slots), 'masks', 'report another loss'),
+    'masks: the length of the pool': (
+        changing_plain(client=client(lambda key, server, mine, shard: shard.size / len(shard.x))),
+        'masks',
+        "rows that nobody holds change the state, .* `len\\(shard.x\\)` is nobody's number",
+    ),
     "owned: the pool's mean": (
         changing(client=client(lambda key, server, mine, shard: 1e-3 * jnp.mean(shard.x))),
         'owned',
@@ -186,6 +191,11 @@ FAULTS = {
         changing(predict=lambda sound: lambda server, client, x: sound(server, client.nothing, x)),
         'predict',
         "AttributeError: 'NoneType' object has no attribute 'nothing'",
+    ),
+    'predict: rows that are mixed': (
+        changing(predict=lambda sound: lambda *args: (z := sound(*args)) - jnp.mean(z, axis=0)),
+        'predict',
+        'an example alone and among others has different logits, by .*: do not mix rows',
     ),
     'fixed: a frame that moves': (
         changing(

@@ -23,13 +23,18 @@ from fedjax_nc import (
     aggregators,
     evaluate,
     footprint,
+    heads,
     local,
+    losses,
+    models,
     population,
     privacy,
     simulate,
     training,
 )  # fmt: skip
 from fedjax_nc.algorithms import fedavg, fedetf, fedetf_gmv, fednh, fedprox, latest
+from fedjax_nc.data import federate
+from fedjax_nc.objective import objective
 
 algorithm = fedavg.algorithm(toys.noisy_task, toys.opt, plan=toys.PLAN, persist_momentum=True)
 plain = fedavg.algorithm(toys.task, toys.opt, plan=toys.PLAN)
@@ -228,6 +233,18 @@ def test_a_limit_that_is_no_number(data):
     for wrong in ('x', math.nan, -1.0):
         with pytest.raises(ValueError, match='memory_limit'):
             go(plain, data, rounds=1, memory_limit=wrong)
+
+
+def test_tokens_beyond_the_vocabulary_are_thought_of():
+    embedding = models.from_functions(
+        lambda key, x: jax.random.normal(key, (50, 4)), lambda table, x: jnp.take(table, x, axis=0).mean(1)
+    )
+    tokens = np.random.default_rng(0).integers(0, 60, (40, 6)).astype(np.int32)
+    clients = federate(tokens, np.arange(40) % 2, np.split(np.arange(40), 4))
+    task = objective(embedding, heads.linear(), losses.cross_entropy)
+    algorithm = fedavg.algorithm(task, toys.opt, plan=toys.PLAN)
+    with pytest.raises(training.DivergedError, match=r'round 1: .* see that none is beyond its vocabulary'):
+        go(algorithm, clients, rounds=2)
 
 
 def test_nan_stops_the_run_names_the_round_and_keeps_the_last_good_checkpoint(data, tmp_path):

@@ -175,7 +175,10 @@ def shards(labels: ArrayLike, clients: int, classes_per_client: int, *, seed: in
     sizes = np.bincount(labels)
     num_classes = len(sizes)
     if not sizes.all():
-        raise ValueError(f'class {sizes.argmin()} has no example: number the classes that there are from 0.')
+        raise ValueError(
+            f'class {sizes.argmin()} has no example: number the classes that there are from 0, or take a partition '
+            'that leaves it out, such as dirichlet.'
+        )
     if num_classes % classes_per_client:
         raise ValueError(
             f'{classes_per_client} classes per client do not divide the {num_classes} classes, so a client could be '
@@ -278,7 +281,10 @@ def uneven_classes(
     sizes = np.bincount(labels)
     num_classes = len(sizes)
     if not sizes.all():
-        raise ValueError(f'class {sizes.argmin()} has no example: number the classes that there are from 0.')
+        raise ValueError(
+            f'class {sizes.argmin()} has no example: number the classes that there are from 0, or take a partition '
+            'that leaves it out, such as dirichlet.'
+        )
     classes_per_client = [checks.static('each of `classes_per_client`', number) for number in classes_per_client]
     for number in classes_per_client:
         if number > num_classes:

@@ -84,9 +84,9 @@ def picture(content: bytes, sides: tuple[int, int] | None = None, channels: int 
     if image.width * image.height > MOST_PIXELS or max(image.size) > MOST_SIDE:  # before it is unpacked
         raise ValueError(f'{image.width} x {image.height} pixels')
     if image.mode[0] in 'IF':  # what does not fit a byte would be cut off
-        raise ValueError(f'more than 8 bits a pixel, mode {image.mode}')
+        raise store.UnfitError(f'more than 8 bits a pixel, mode {image.mode}')
     if image.mode not in ('1', 'P') and _deep(image):
-        raise ValueError('more than 8 bits a colour')
+        raise store.UnfitError('more than 8 bits a colour')
     image = _upright(image).convert({1: 'L', 3: 'RGB'}[channels])
     if sides is not None and image.size != sides[::-1]:
         image = ImageOps.fit(image, sides[::-1], Image.Resampling.BICUBIC)

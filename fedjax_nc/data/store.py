@@ -66,6 +66,10 @@ def line(error: Exception) -> str:
     return text if len(text) <= 200 else text[:197] + '...'
 
 
+class UnfitError(ValueError):
+    """What is sound, and yet nothing that is read here."""
+
+
 @contextlib.contextmanager
 def refusing(path: Path, remedy: str) -> Iterator[None]:
     """Makes of whatever a damaged file raises one line with its name and a remedy."""
@@ -73,6 +77,10 @@ def refusing(path: Path, remedy: str) -> Iterator[None]:
         yield
     except (MemoryError, PermissionError):
         raise  # nothing is said about the file
+    except UnfitError as error:
+        raise ValueError(
+            f'{path} has {error}: save it with 8 bits, or all examples as arrays, which `load_npz` reads'
+        ) from error
     except Exception as error:  # whatever a damaged file makes its readers raise
         raise ValueError(f'{path} is damaged ({line(error)}); {remedy}.') from error
 

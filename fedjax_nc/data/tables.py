@@ -224,9 +224,25 @@ def _columns(path: Path, other: list[str], features: Sequence[str] | None) -> di
     return columns
 
 
+def _no_number(column: NDArray[Any]) -> int:
+    """The first row of a column that holds no number, counted from 0."""
+    for row, entry in enumerate(column.tolist()):
+        try:
+            float(entry)
+        except (TypeError, ValueError):
+            return row
+    return 0
+
+
 def numbers(name: str, column: NDArray[Any], kind: DTypeLike = np.float32) -> NDArray[Any]:
     """A column of features."""
     if column.dtype.kind not in 'biuf' or column.ndim != 1:
+        row = _no_number(column)
+        if row:
+            raise ValueError(
+                f'column {name!r} holds {checks.shown(column[row])} in row {row + 1}, which is no number: mend or drop '
+                'such rows, or leave the column out of `features`'
+            )
         raise ValueError(f'column {name!r} holds no numbers: name the columns that do as `features`')
     with np.errstate(over='ignore'):  # what overflows is found below
         numbers = column.astype(kind)

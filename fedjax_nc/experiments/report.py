@@ -165,11 +165,26 @@ def markdown(study: Study, found: Found, ours: Found, drawn: list[str], target: 
         for seed, summary in done.items()
         if 'diverged' in summary
     ]
-    for heading, said in (('Not finished', missing), ('Diverged', lost)):
+    for heading, said in (('Not finished', missing), ('Diverged', lost), ('Of several versions', versions(ours))):
         lines += [f'{heading}:', '', *(f'- {line}' for line in said), ''] if said else []
     lines += ['Notes:', '', *(f'- {note}' for note in study.notes), ''] if study.notes else []
     lines += ['Made with:', '', *(f'- {line}' for line in made_with(ours)), '']
     return '\n'.join(lines).replace('\n\n\n', '\n\n')
+
+
+def versions(found: Found) -> list[str]:
+    """Which files of a user's own were not the same in all runs, and in which they were."""
+    seen: dict[str, dict[str, list[str]]] = {}
+    for (method, scene), done in found.items():
+        for seed, summary in done.items():
+            for what, digest in summary.get('own', {}).items():
+                cell = f'{method}{", " + scene if scene else ""}, seed {seed}'
+                seen.setdefault(what, {}).setdefault(digest, []).append(cell)
+    return [
+        f'{what}: ' + '; '.join(f'file {digest} in {" and ".join(cells)}' for digest, cells in files.items())
+        for what, files in seen.items()
+        if len(files) > 1
+    ]
 
 
 def as_run(study: Study, scene: str) -> str:

@@ -216,20 +216,31 @@ def where(run: Run, out: str | Path) -> Path:
     return Path(out) / 'runs' / run.setting.name
 
 
+def own_files(config: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of the files of a user's own that a run was made with, such as of 'method steps.halved:algorithm'."""
+    told = {}
+    for name, (part, what) in pipeline.OWN.items():
+        if config.get(name):
+            given = config.get(part, '')
+            told[f'{what} {given if isinstance(given, str) else ", ".join(given)}'] = config[name]
+    return told | ({f'data {config["dataset"]}': config['data']} if config.get('data') else {})
+
+
 def summary(run: Run, out: str | Path) -> dict[str, Any] | None:
     """What a finished run has found, with its `curve`; None for one that is not finished or has other settings than its
     name says, or whose summary is damaged.
 
     The curve is (round, accuracy in percent) of every evaluation, of the generic model, or of personal ones if it says
-    `personal`. Numbers of probes over the rounds stand in `probed` by their names.
+    `personal`. Numbers of probes over the rounds stand in `probed` by their names, and in `own` the digests of what is
+    a user's own, by what sentences call it.
     """
     path = where(run, out) / 'summary.json'
     if not path.exists():
         return None
     try:
         found = pipeline.known(path)
-        config = path.with_name('config.json')
-        if config.exists() and type(run.setting).among(pipeline.known(config)) != run.setting:
+        config = pipeline.known(beside) if (beside := path.with_name('config.json')).exists() else {}
+        if config and type(run.setting).among(config) != run.setting:
             return None  # a default may have changed since: what is there is told when the run is begun
     except ValueError:
         return None
@@ -241,6 +252,7 @@ def summary(run: Run, out: str | Path) -> dict[str, Any] | None:
     return found | {
         'curve': [(int(row['round']), 100.0 * next(row[u] for u in ACCURACIES if u in row)) for row in rows],
         'personal': any('accuracy' not in row for row in rows),
+        'own': own_files(config),
         'probed': {name: [(int(row['round']), row[name]) for row in rows if name in row] for name in sorted(probed)},
     }
 

@@ -292,9 +292,7 @@ class Setting(Plain):
             if getattr(self, field.name) is None and field.default is not dataclasses.MISSING:
                 object.__setattr__(self, field.name, field.default)
             object.__setattr__(self, field.name, jsonlike(getattr(self, field.name)))
-        if not isinstance(self.dataset, str):
-            raise ValueError(f'dataset must be the name of one, not {checks.shown(self.dataset)}')
-        if self.dataset in data.sources.LONG_TAILED:
+        if isinstance(self.dataset, str) and self.dataset in data.sources.LONG_TAILED:
             if self.imbalance == 1:
                 object.__setattr__(self, 'imbalance', data.sources.IMBALANCE)
             object.__setattr__(self, 'dataset', data.sources.LONG_TAILED[self.dataset])

@@ -182,12 +182,22 @@ def modelled(init: Callable[[Array, Array], tuple[Tree, Tree]], apply: Apply, pr
         if key is None or isinstance(key, Still):
             seen = prepare(x, None if key is None else jax.random.split(key.key)[0])
             z, _ = apply(params, stats, seen, mask, None)
-            return jnp.asarray(z, jnp.float32), stats
+            return _features(z), stats
         augment, noise = jax.random.split(key)
         z, new = apply(params, stats, prepare(x, augment), mask, noise)
-        return jnp.asarray(z, jnp.float32), new
+        return _features(z), new
 
     return Model(begin, features, augments=preprocess is not None)
+
+
+def _features(z: Any) -> Array:
+    """What a model returned, as float32."""
+    if not hasattr(z, 'shape'):
+        raise ValueError(
+            f'the model must return one array, features [B, D], and there came a {type(z).__name__}: what else it '
+            'makes belongs to an objective of your own'
+        )
+    return jnp.asarray(z, jnp.float32)
 
 
 def asked(function: Callable[..., Any], arguments: int = 1, known: Sequence[str] = ()) -> Callable[..., dict[str, Any]]:
