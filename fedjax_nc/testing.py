@@ -146,6 +146,8 @@ def check(
       ContractError: an `AssertionError` that names each broken clause, what was seen, and what to do.
       ValueError: for arguments that are not of their kind.
     """
+    if not isinstance(skip, str | Collection):
+        raise ValueError(f'skip must be names of clauses, not {checks.shown(skip)}')
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     if unknown := sorted(set(skip) - set(CLAUSES)):
         raise ValueError(f'no clause is called {", ".join(unknown)}; there are {", ".join(CLAUSES)}')
@@ -437,7 +439,7 @@ def predict(play: Play) -> str:
     client, run = None if play.generic else mine, jax.jit(play.algorithm.predict)
     alone, among = run(play.state.server, client, x[:1]), run(play.state.server, client, x)[:1]
     if said := changed(alone, among, play.atol * max(1.0, float(jnp.max(jnp.abs(among))))):
-        return f'an example alone and among others has different logits, {said[len("there ") :]}: do not mix rows'
+        return f'an example alone and among others has different logits, {said.removeprefix("there ")}: do not mix rows'
     return ''
 
 

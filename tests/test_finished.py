@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_nc import experiments, saving, simulate
-from fedjax_nc.experiments import Setting, command, recipes, scene
+from fedjax_nc import experiments, saving, simulate, training
+from fedjax_nc.experiments import Setting, command, recipes, runner, scene
+from fedjax_nc.experiments.study import Run
 
 DIGITS = {'dataset': 'digits', 'max_examples': 300, 'clients': 5, 'rounds': 2, 'local_epochs': 1, 'seed': 3}
 SETTING = Setting(**DIGITS, algorithm='fedavg')
@@ -71,6 +72,19 @@ def test_who_never_took_part_has_no_personal_model(tmp_path):
     kept = sorted(int(path.stem) for path in (tmp_path / 'personal').iterdir())
     assert 2 <= len(kept) < 6
     assert all((told['personal_accuracy'][k] is None) == (k not in kept) for k in range(6) if told['examples'][k] > 3)
+    away = next(k for k in range(6) if k not in kept)
+    with pytest.raises(FileNotFoundError, match=f'has no model of client {away}: it never took part'):
+        experiments.load(tmp_path, away)
+
+
+@pytest.mark.slow
+def test_a_run_that_diverged_has_no_model(tmp_path):
+    run = Run('FedETF', '', 0, Setting(**{**DIGITS, 'lr': 1e30}))
+    with pytest.raises(training.DivergedError) as caught:
+        experiments.run(run.setting, runner.where(run, tmp_path), progress=False)
+    runner.diverged(run, tmp_path, caught.value)
+    with pytest.raises(FileNotFoundError, match='has no model: training diverged in round '):
+        experiments.load(runner.where(run, tmp_path))
 
 
 @pytest.mark.slow

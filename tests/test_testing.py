@@ -379,6 +379,7 @@ def test_a_sound_algorithm_passes_whole_and_stages_begin_with_a_state_of_trainin
         (lambda: testing.check(SOUND, testing.clients((3, 4, 5))), 'more than 5 clients with examples'),
         (lambda: testing.check(SOUND, testing.clients((3,) * 9)), 'not all of one size'),
         (lambda: testing.check(SOUND, CLIENTS, skip=['nobdy']), 'no clause is called nobdy; there are trace, pure'),
+        (lambda: testing.check(SOUND, CLIENTS, skip=3), 'skip must be names of clauses, not 3'),
         (lambda: testing.check(SOUND, CLIENTS, atol=-1), 'atol must not be negative'),
     ],
 )

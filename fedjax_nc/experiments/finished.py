@@ -68,11 +68,14 @@ def load(out: str | Path, client: int | None = None) -> Finished:
     setting = Setting.among(config)
     path = out / (pipeline.MODEL if client is None else pipeline.PERSONAL.format(client))
     if not path.exists():
-        if client is None:
+        if 'diverged' in summary:
+            said = f'the run in {out} has no model: {summary["diverged"]}'
+        elif client is None:
             none = 'global_accuracy' not in summary
             said = f'{setting.label} has no generic model: name a client' if none else f'{path} is gone'
         elif path.parent.exists():
-            said = f'{out} has no model of client {client}: it had {setting.clients} clients'
+            why = 'it never took part' if client < setting.clients else f'it had {setting.clients} clients'
+            said = f'{out} has no model of client {client}: {why}'
         else:
             said = f'{out} has no personal models: ask for them with keep_personal=True, or --keep-personal'
         raise FileNotFoundError(said)
