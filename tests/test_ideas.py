@@ -104,14 +104,19 @@ def test_pictures_are_drawn_and_told(ideas, made_up, name):
 
 @pytest.mark.slow
 def test_the_program_writes_light_and_dark_pictures(ideas, made_up, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(ideas.PICTURES, 'fednh', (lambda setting: made_up['fednh'], ideas.drawn.draw_meaning))
-    monkeypatch.setattr(sys, 'argv', ['ideas.py', '--quick', '--only', 'fednh', '--out', str(tmp_path / 'new')])
-    ideas.main()
-    assert capsys.readouterr().out.startswith('fednh: first cosines')
-    names = {f'{name}{night}.png' for name in ('clients', 'frames', 'fednh') for night in ('', '-dark')}
-    assert {path.name for path in (tmp_path / 'new').iterdir()} == names
-    for path in (tmp_path / 'new').iterdir():
-        assert path.read_bytes().startswith(b'\x89PNG')
+    made = {'fednh': (lambda setting: made_up['fednh'], ideas.drawn.draw_meaning)}
+    monkeypatch.setattr(ideas, 'PICTURES', made)
+    for out, only, wanted in (
+        ('new', [], ('clients', 'frames', 'fednh')),
+        ('one', ['--only', 'fednh'], ('fednh',)),
+    ):
+        monkeypatch.setattr(sys, 'argv', ['ideas.py', '--quick', *only, '--out', str(tmp_path / out)])
+        ideas.main()
+        assert capsys.readouterr().out.startswith('fednh: first cosines')
+        names = {f'{name}{night}.png' for name in wanted for night in ('', '-dark')}
+        assert {path.name for path in (tmp_path / out).iterdir()} == names
+        for path in (tmp_path / out).iterdir():
+            assert path.read_bytes().startswith(b'\x89PNG')
 
 
 def test_the_pages_show_every_picture_in_both_colours(ideas):
